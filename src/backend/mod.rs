@@ -1,0 +1,134 @@
+//! Expert computation: FC1, activation, FC2 over expert-major rows, on this rank alone.
+//!
+//! A backend knows nothing of ranks, routing or files. It is given typed projections, packs them once, and runs batches.
+
+use crate::checkpoint::tensors::{ExpertTensors, Projection};
+use crate::numerics::activation::Activation;
+use crate::numerics::nvfp4::QuantCounts;
+use crate::select::{Identity, Quant};
+
+/// What a group of experts has in common.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertsSpec {
+    /// Width in and out.
+    pub hidden: usize,
+    /// Width between FC1 and FC2.
+    pub intermediate: usize,
+    /// The gated activation.
+    pub activation: Activation,
+    /// Whether FC1's and FC2's inputs go through NVFP4. The weights' own format is each projection's.
+    pub quantise_activations: bool,
+}
+
+/// Rows to compute, sorted by local expert. Rows name tokens, so that a token's values are held once.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertBatch<'a> {
+    /// `[num_tokens, hidden]`. With quantised activations the values are `e2m1 * e4m3` of the NVFP4 form, without the global scale.
+    pub tokens: &'a [f32],
+    /// Multiplies every token value: FC1's `input_scale` with quantised activations, else 1.
+    pub token_scale: f32,
+    /// `[num_rows]` the token that each row reads.
+    pub row_token: &'a [u32],
+    /// `[num_local_experts + 1]` where each expert's rows start.
+    pub expert_offsets: &'a [usize],
+}
+
+impl ExpertBatch<'_> {
+    /// Rows over all experts.
+    #[must_use]
+    pub fn num_rows(&self) -> usize {
+        self.row_token.len()
+    }
+}
+
+/// What one call did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ForwardStats {
+    /// Block scales of FC2's quantised inputs.
+    pub fc2_input: QuantCounts,
+    /// Rows computed by each identity that ran.
+    pub rows_by_identity: Vec<(Identity, u64)>,
+}
+
+/// Experts packed for a backend.
+pub trait Experts: Send + Sync {
+    /// Computes the unweighted FC2 rows `[num_rows, hidden]` into `out`, which it overwrites.
+    ///
+    /// The bits of a row depend on its token and expert alone: not on the other rows, their number, or the threads.
+    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats;
+
+    /// Bytes the packed weights occupy.
+    fn weight_bytes(&self) -> u64;
+}
+
+/// Collects experts one by one, packing each as it comes, so that only one is held twice.
+pub trait ExpertsBuilder: Send {
+    /// Packs the next local expert.
+    ///
+    /// # Errors
+    /// If a projection's shape or format is not one that the backend runs.
+    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError>;
+
+    /// The packed experts.
+    fn finish(self: Box<Self>) -> Box<dyn Experts>;
+}
+
+/// A dense projection packed for a backend: router, latent.
+pub trait Linear: Send + Sync {
+    /// `out[r, n] = sum over k of x[r, k] * w[n, k]` in fp32, one order over k whatever the number of rows.
+    ///
+    /// `x` is `[num_rows, in_features]`, `out` `[num_rows, out_features]`.
+    fn forward(&self, x: &[f32], out: &mut [f32]);
+
+    /// Bytes the packed weight occupies.
+    fn weight_bytes(&self) -> u64;
+}
+
+/// A way to compute experts on this machine.
+pub trait Backend: Send + Sync {
+    /// The technique of its identities.
+    fn technique(&self) -> &'static str;
+
+    /// Starts a group of experts.
+    ///
+    /// # Errors
+    /// If the shape or activation is not one that the backend runs.
+    fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError>;
+
+    /// Packs a dense projection.
+    ///
+    /// # Errors
+    /// If its shape or format is not one that the backend runs.
+    fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError>;
+}
+
+/// Why a backend refuses.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// A projection's shape is not the layer's.
+    #[error("{projection} is [{found_out}, {found_in}], the layer wants [{wanted_out}, {wanted_in}]")]
+    Shape {
+        /// gate, up or down
+        projection: &'static str,
+        /// Rows found.
+        found_out: usize,
+        /// Columns found.
+        found_in: usize,
+        /// Rows wanted.
+        wanted_out: usize,
+        /// Columns wanted.
+        wanted_in: usize,
+    },
+    /// Quantised activations need an `input_scale` for FC2.
+    #[error("quantised activations need an input_scale on {projection}; give --activations bf16 to run without")]
+    InputScale {
+        /// gate, up or down
+        projection: &'static str,
+    },
+}
+
+/// The identity that a projection's format runs under.
+#[must_use]
+pub fn identity(technique: &'static str, quant: Quant) -> Identity {
+    Identity { technique, quant }
+}

@@ -1,0 +1,220 @@
+//! The deployment: what a person decides about a run, as typed and validated values.
+//!
+//! Pure: text comes in, values go out; which file it was and what the environment holds is the caller's business.
+
+use crate::numerics::activation::Activation;
+
+/// A deployment file with defaults, environment and command line applied.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Deployment {
+    /// Free text.
+    pub name: String,
+    /// The machines.
+    pub cluster: Cluster,
+    /// Link and device rates, for `plan`.
+    pub links: Links,
+    /// How experts are computed.
+    pub moe: Moe,
+    /// How tokens travel.
+    pub dispatch: Dispatch,
+    /// Where kernels are compiled.
+    pub jit: Jit,
+    /// Limits of every wait, in seconds.
+    pub timeouts: Timeouts,
+    /// What is logged.
+    pub log: Log,
+}
+
+/// The machines of a deployment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cluster {
+    /// Hosts.
+    pub nodes: u32,
+    /// Ranks of a host; absent: the world's size over `nodes`.
+    pub ranks_per_node: Option<u32>,
+    /// What a rank drives.
+    pub device: Device,
+}
+
+/// What a rank drives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    /// The host's cores.
+    Cpu,
+    /// One GPU.
+    Gpu,
+    /// A GPU where every rank has one, else the host's cores.
+    Auto,
+}
+
+/// Rates of the machine, for `plan`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Links {
+    /// Between ranks of a scale-up domain.
+    pub scale_up_gbyte_per_s: Option<f64>,
+    /// Between hosts.
+    pub scale_out_gbyte_per_s: Option<f64>,
+    /// Device memory.
+    pub memory_gbyte_per_s: Option<f64>,
+    /// Dense bf16.
+    pub tflops_bf16: Option<f64>,
+}
+
+/// How experts are computed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Moe {
+    /// The family that may run.
+    pub backend: BackendFamily,
+    /// A pinned identity.
+    pub implementation: Option<String>,
+    /// Whether a named family may be replaced.
+    pub allow_fallback: bool,
+    /// Whether activations are quantised.
+    pub activations: Activations,
+    /// The gated activation; absent: the checkpoint's.
+    pub activation: Option<Activation>,
+    /// Where weights are applied.
+    pub combine: Combine,
+    /// One order over K for every row count and chunking (always so on CPUs).
+    pub batch_invariant: bool,
+}
+
+/// Families of `backend:`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BackendFamily {
+    /// The best that every rank can run.
+    Auto,
+    /// `simd`, then `reference`.
+    Cpu,
+    /// The oracle.
+    Reference,
+    /// Vectorised CPU kernels.
+    Simd,
+    /// Portable tensor-core kernels (sm_80 and up).
+    MmaSync,
+    /// Hopper kernels (sm_90a).
+    Wgmma,
+}
+
+/// Whether FC1 and FC2 inputs go through NVFP4.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activations {
+    /// As the checkpoint says.
+    Checkpoint,
+    /// Never.
+    Bf16,
+    /// Always; refused where a scale is missing.
+    Quantised,
+}
+
+/// Where the routing weights are applied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Combine {
+    /// `slot` on hosts, `rank` between GPUs.
+    Auto,
+    /// At the token's home, slot by slot: bits do not depend on the placement.
+    Slot,
+    /// At the experts' rank: fewer bytes.
+    Rank,
+}
+
+/// How tokens travel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dispatch {
+    /// What carries them.
+    pub transport: Transport,
+    /// The form of a travelling token.
+    pub payload: Payload,
+    /// Tokens of a rank that buffers are planned for.
+    pub num_max_tokens_per_rank: usize,
+    /// Tokens of a rank that are dispatched at once; absent: all.
+    pub chunk_tokens: Option<usize>,
+    /// The form of a row that comes back.
+    pub combine_dtype: CombineDtype,
+}
+
+/// What carries tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// The best that every rank can build.
+    Auto,
+    /// MPI alltoallv.
+    Host,
+    /// NCCL send and receive.
+    Nccl,
+}
+
+/// The form of a travelling token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Payload {
+    /// `f32` on hosts where the value is not bf16, else `bf16`.
+    Auto,
+    /// As computed.
+    F32,
+    /// Rounded to bf16.
+    Bf16,
+    /// Quantised by the sender; only for quantised activations.
+    Nvfp4,
+}
+
+/// The form of a row that comes back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CombineDtype {
+    /// f32 on hosts, bf16 on GPUs.
+    Auto,
+    /// Exact.
+    F32,
+    /// Rounded, also where the row stays local.
+    Bf16,
+}
+
+/// Where kernels are compiled.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Jit {
+    /// The cache; absent: the user's cache directory.
+    pub cache_dir: Option<String>,
+    /// How ranks share it.
+    pub layout: CacheLayout,
+    /// Fail rather than compile.
+    pub require_warm: bool,
+}
+
+/// How ranks share a cache directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheLayout {
+    /// A directory a rank.
+    PerRank,
+    /// One for all.
+    Flat,
+}
+
+/// Limits of every wait, in seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timeouts {
+    /// From launch to the first agreement.
+    pub start_s: u64,
+    /// Reading and packing weights.
+    pub load_s: u64,
+    /// Compiling kernels.
+    pub compile_s: u64,
+    /// One step.
+    pub step_s: u64,
+}
+
+/// What is logged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    /// A level or a tracing filter.
+    pub level: String,
+    /// How a line looks.
+    pub format: LogFormat,
+}
+
+/// How a log line looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
