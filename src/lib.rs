@@ -2,12 +2,18 @@
 //!
 //! The modules, in reading order; imports point to earlier lines only.
 
-pub mod backend;
-pub mod checkpoint;
-pub mod config;
 pub mod exit;
 pub mod ids;
-pub mod model;
 pub mod numerics;
 pub mod routing;
+pub mod model;
+pub mod config;
 pub mod select;
+pub mod host;
+pub mod world;
+pub mod checkpoint;
+pub mod dispatch;
+pub mod backend;
+pub mod layer;
+pub mod report;
+pub mod cli;

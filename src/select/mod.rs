@@ -2,7 +2,11 @@
 //!
 //! Pure: decides from plain data, touches nothing.
 
+mod decide;
+
 use std::fmt;
+
+pub use decide::{LayerDecision, LayerFacts, SelectError, TokenForm, choose_technique, decide};
 
 /// The numeric contract of an expert computation, the last part of an identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

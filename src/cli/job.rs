@@ -1,0 +1,399 @@
+//! The work that `run` and `verify` share: deal the input, open a session, run the steps, gather rows and counts.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use crate::backend::Isa;
+use crate::checkpoint::{self, CheckpointError, Matrix};
+use crate::config::Deployment;
+use crate::exit::{Classify, Exit};
+use crate::ids::LayerIdx;
+use crate::layer::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions};
+use crate::report::{BytesReport, Decided, DecidedLayer, LayerOutcome, RankReport, RunReport, StepReport};
+use crate::routing::{RoutingError, TopK};
+use crate::world::{Refusal, World};
+
+use super::options::{InputRef, Split};
+use super::progress::Progress;
+
+/// What can end a job.
+#[derive(Debug, thiserror::Error)]
+pub enum JobError {
+    /// Reading input or checkpoint.
+    #[error(transparent)]
+    Read(#[from] CheckpointError),
+    /// The session.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
+    /// Some rank failed; all end.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// `--split` does not deal the input.
+    #[error("--split deals {dealt} rows to {parts} ranks, but the input has {rows} rows and the world {num_ranks} ranks")]
+    Split {
+        /// Sum of the parts.
+        dealt: usize,
+        /// Number of parts.
+        parts: usize,
+        /// Rows of the input.
+        rows: usize,
+        /// Ranks of the world.
+        num_ranks: usize,
+    },
+    /// The input is not the model's.
+    #[error(
+        "{} has rows of {found} values, the model's hidden size is {wanted}; give hidden states of this model",
+        path.display()
+    )]
+    Hidden {
+        /// The input.
+        path: PathBuf,
+        /// Its width.
+        found: usize,
+        /// The model's.
+        wanted: usize,
+    },
+    /// F32 input with a payload that would round it.
+    #[error(
+        "{} holds F32 values, which payload {payload} would round; give BF16 values or set dispatch.payload: f32",
+        path.display()
+    )]
+    InputDtype {
+        /// The input.
+        path: PathBuf,
+        /// The payload asked for.
+        payload: &'static str,
+    },
+    /// `--topk` does not fit the input.
+    #[error("{} has {found} rows of top-k for an input of {rows} rows; give one row a token", path.display())]
+    TopkRows {
+        /// The file.
+        path: PathBuf,
+        /// Its rows.
+        found: usize,
+        /// The input's.
+        rows: usize,
+    },
+    /// `--topk` names what is not there.
+    #[error("{}", path.display())]
+    Topk {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: RoutingError,
+    },
+}
+
+impl Classify for JobError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Read(error) => error.exit(),
+            Self::Layer(error) => error.exit(),
+            Self::Refused(error) => error.exit(),
+            Self::Topk { source, .. } => source.exit(),
+            Self::Split { .. } | Self::Hidden { .. } | Self::InputDtype { .. } | Self::TopkRows { .. } => Exit::BadInput,
+        }
+    }
+}
+
+/// What to do.
+#[derive(Debug)]
+pub struct Job<'a> {
+    /// How to run.
+    pub deployment: &'a Deployment,
+    /// The checkpoint's directory.
+    pub checkpoint: &'a Path,
+    /// The layers; absent: all.
+    pub layers: Option<Vec<LayerIdx>>,
+    /// Hidden states of all ranks.
+    pub input: &'a InputRef,
+    /// How rows are dealt to ranks.
+    pub split: &'a Split,
+    /// What is computed.
+    pub part: Part,
+    /// Top-k from a file instead of the router.
+    pub topk: Option<&'a Path>,
+    /// How often the whole is repeated.
+    pub steps: u64,
+    /// Threads of this rank.
+    pub num_threads: usize,
+    /// The best instruction set to use.
+    pub isa: Isa,
+    /// Show progress on rank 0.
+    pub progress: Progress,
+}
+
+/// One layer's output, complete on rank 0 and empty elsewhere.
+#[derive(Debug)]
+pub struct LayerRows {
+    /// The layer.
+    pub layer: LayerIdx,
+    /// Values of a row.
+    pub width: usize,
+    /// `[num_tokens, width]`
+    pub values: Vec<f32>,
+    /// The experts that were used; absent for the shared part.
+    pub topk: Option<TopK>,
+}
+
+/// What a job yields: on rank 0 everything, elsewhere nothing.
+pub struct Results {
+    /// Each layer's rows.
+    pub layers: Vec<LayerRows>,
+    /// What was done, on rank 0.
+    pub report: Option<RunReport>,
+}
+
+/// This rank's share of the input.
+struct Share {
+    rows: std::ops::Range<usize>,
+    hidden: Vec<f32>,
+    is_bf16: bool,
+    /// The most rows of any rank.
+    most_rows: usize,
+}
+
+/// Runs `job`; collective.
+///
+/// # Errors
+/// The same on all ranks.
+pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
+    let begin = Instant::now();
+    let share = world.agree(deal(world, job))?;
+    let bar = job.progress.bar("loading experts");
+    let session = Session::open(
+        world,
+        &SessionOptions {
+            checkpoint: job.checkpoint.to_owned(),
+            layers: job.layers.clone(),
+            deployment: job.deployment.clone(),
+            num_threads: job.num_threads,
+            isa: job.isa,
+            input_is_bf16: share.is_bf16,
+            part: job.part,
+            num_tokens: Some(share.most_rows),
+            progress: &|experts, total| bar.advance(experts, total),
+        },
+    )?;
+    bar.finish();
+    world.agree(check_width(job, &session, &share))?;
+    let topk = world.agree(read_topk(job, &session, &share))?;
+    let load_s = begin.elapsed().as_secs_f64();
+    let mut steps = run_steps(world, job, (&session, &share), &topk)?;
+    let mut report = new_report(world, job, &session, &share, load_s);
+    for (layer, done) in session.layers().iter().zip(&steps.layers) {
+        let first_expert = layer.transport().placement.local_experts(world.rank()).start;
+        report.add_layer(layer.decision().layer, first_expert, &done.stats, done.outcome);
+    }
+    report.dispatch_bytes_sent = world.exchanged().sent_bytes;
+    report.peak_rss_bytes = crate::host::peak_rss_bytes().unwrap_or_default();
+    let joined = join(world, &report, decided(world, job, &session), std::mem::take(&mut steps.step_us));
+    let layers = gather_rows(world, (&session, &share), steps.layers);
+    Ok(Results { layers, report: joined })
+}
+
+/// Rows of every rank.
+fn deal_rows(split: &Split, rows: usize, num_ranks: usize) -> Result<Vec<usize>, JobError> {
+    match split {
+        Split::Even => Ok((0..num_ranks).map(|rank| rows / num_ranks + usize::from(rank < rows % num_ranks)).collect()),
+        Split::Counts(counts) => {
+            let dealt = counts.iter().sum();
+            if dealt == rows && counts.len() == num_ranks {
+                return Ok(counts.clone());
+            }
+            Err(JobError::Split { dealt, parts: counts.len(), rows, num_ranks })
+        }
+    }
+}
+
+fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
+    use crate::config::Payload;
+
+    let matrix: Matrix = checkpoint::read_activations(&job.input.path, job.input.tensor.as_deref())?;
+    let is_bf16 = matrix.is_bf16();
+    let payload = match job.deployment.dispatch.payload {
+        Payload::Bf16 => Some("bf16"),
+        Payload::Nvfp4 => Some("nvfp4"),
+        Payload::Auto | Payload::F32 => None,
+    };
+    if let Some(payload) = payload
+        && !is_bf16
+    {
+        return Err(JobError::InputDtype { path: job.input.path.clone(), payload });
+    }
+    let dealt = deal_rows(job.split, matrix.rows, world.size())?;
+    let start = dealt[..world.rank().index()].iter().sum();
+    let rows = start..start + dealt[world.rank().index()];
+    let hidden = matrix.rows_f32(rows.clone());
+    Ok(Share { rows, hidden, is_bf16, most_rows: dealt.iter().copied().max().unwrap_or_default() })
+}
+
+fn check_width(job: &Job<'_>, session: &Session, share: &Share) -> Result<(), JobError> {
+    let wanted = session.geometry().hidden;
+    // The width is the same on all ranks; a rank without rows knows nothing and has nothing to check.
+    if share.hidden.len() == share.rows.len() * wanted {
+        return Ok(());
+    }
+    Err(JobError::Hidden { path: job.input.path.clone(), found: share.hidden.len() / share.rows.len().max(1), wanted })
+}
+
+/// This rank's rows of `--topk`, for each layer.
+fn read_topk(job: &Job<'_>, session: &Session, share: &Share) -> Result<Vec<Option<TopK>>, JobError> {
+    let Some(path) = job.topk else { return Ok(vec![None; session.layers().len()]) };
+    let of_layer = |layer: &MoeLayer| {
+        let topk = checkpoint::read_topk(path, Some(layer.decision().layer))?;
+        let in_file = |source| JobError::Topk { path: path.to_owned(), source };
+        topk.validate(session.geometry().num_experts).map_err(in_file)?;
+        let found = topk.idx.len() / topk.num_topk;
+        if found < share.rows.end {
+            return Err(JobError::TopkRows { path: path.to_owned(), found, rows: share.rows.end });
+        }
+        let slots = share.rows.start * topk.num_topk..share.rows.end * topk.num_topk;
+        let (idx, weights) = (topk.idx[slots.clone()].to_vec(), topk.weights[slots].to_vec());
+        Ok(Some(TopK { num_topk: topk.num_topk, idx, weights }))
+    };
+    session.layers().iter().map(of_layer).collect()
+}
+
+/// One layer over all steps.
+struct Done {
+    output: LayerOutput,
+    stats: LayerStats,
+    outcome: LayerOutcome,
+}
+
+struct Steps {
+    layers: Vec<Done>,
+    step_us: Vec<f64>,
+}
+
+fn run_steps(
+    world: &World,
+    job: &Job<'_>,
+    (session, share): (&Session, &Share),
+    topk: &[Option<TopK>],
+) -> Result<Steps, JobError> {
+    session.enter_steps(world);
+    let bar = job.progress.bar("steps");
+    let mut steps = Steps { layers: Vec::new(), step_us: Vec::new() };
+    for step in 0..job.steps.max(1) {
+        world.barrier();
+        let begin = Instant::now();
+        for (position, layer) in session.layers().iter().enumerate() {
+            let input = LayerInput { hidden: &share.hidden, topk: topk[position].as_ref(), part: job.part, step };
+            let output = layer.forward(world, session.capacity(), &input)?;
+            record(&mut steps.layers, position, output);
+        }
+        steps.step_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        bar.advance(1, job.steps);
+    }
+    bar.finish();
+    Ok(steps)
+}
+
+/// Adds a call's counts to its layer and keeps the newest rows.
+fn record(layers: &mut Vec<Done>, position: usize, output: LayerOutput) {
+    let stats = output.stats.clone();
+    let num_slots = output.topk.as_ref().map_or(0, |topk| topk.idx.iter().filter(|&&id| id >= 0).count() as u64);
+    let num_not_finite = output.values.iter().filter(|value| !value.is_finite()).count() as u64;
+    match layers.get_mut(position) {
+        Some(done) => {
+            done.stats.add(&stats);
+            done.outcome.num_slots += num_slots;
+            done.outcome.num_not_finite += num_not_finite;
+            done.output = output;
+        }
+        None => layers.push(Done { output, stats, outcome: LayerOutcome { num_slots, num_not_finite } }),
+    }
+}
+
+fn new_report(world: &World, job: &Job<'_>, session: &Session, share: &Share, load_s: f64) -> RankReport {
+    let bytes_read = session.bytes_read();
+    RankReport {
+        rank: world.rank().0,
+        host: world.host().to_owned(),
+        num_tokens: share.rows.len() as u64,
+        num_threads: job.num_threads,
+        bytes_read: BytesReport { experts: bytes_read.experts, replicated: bytes_read.replicated },
+        weight_bytes: session.layers().iter().map(MoeLayer::weight_bytes).sum(),
+        planned_bytes: session.buffers().total_bytes(),
+        peak_rss_bytes: 0,
+        rows_sent: 0,
+        rows_received: 0,
+        dispatch_bytes_sent: 0,
+        launches: Vec::new(),
+        layers: Vec::new(),
+        phases: vec![("load".to_owned(), load_s)],
+    }
+}
+
+fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
+    let layer = |layer: &MoeLayer| DecidedLayer {
+        layer: layer.decision().layer.0,
+        quant: layer.decision().quant.name().to_owned(),
+        activation: layer.decision().activation.to_string(),
+        payload: layer.transport().payload.name().to_owned(),
+        combine: layer.transport().mode.name().to_owned(),
+        combine_dtype: layer.transport().row_form.form.name().to_owned(),
+    };
+    let (technique, isa) = session.backend();
+    Decided {
+        deployment: job.deployment.name.clone(),
+        num_ranks: world.size(),
+        technique: technique.to_owned(),
+        isa: isa.to_string(),
+        part: job.part.name().to_owned(),
+        buffers: *session.buffers(),
+        layers: session.layers().iter().map(layer).collect(),
+    }
+}
+
+/// A rank's report is far below this; it bounds the gather alike on all ranks.
+const MAX_REPORT_BYTES: usize = 64 << 20;
+
+fn join(world: &World, report: &RankReport, decided: Decided, step_us: Vec<f64>) -> Option<RunReport> {
+    let mine = serde_json::to_vec(report).unwrap_or_default();
+    let all = world.gather_bytes(&mine, MAX_REPORT_BYTES)?;
+    let ranks = all.iter().filter_map(|bytes| serde_json::from_slice(bytes).ok()).collect();
+    Some(RunReport::join(decided, ranks, StepReport::new(step_us)))
+}
+
+/// Every layer's rows and top-k at rank 0, in the order of the input.
+fn gather_rows(world: &World, (session, share): (&Session, &Share), layers: Vec<Done>) -> Vec<LayerRows> {
+    let gather = |bytes: &[u8], row_bytes: usize| -> Vec<u8> {
+        world.gather_bytes(bytes, share.most_rows * row_bytes).map(|all| all.concat()).unwrap_or_default()
+    };
+    session
+        .layers()
+        .iter()
+        .zip(layers)
+        .map(|(layer, Done { output, .. })| {
+            let values = gather(bytemuck::cast_slice(&output.values), output.width * 4);
+            let topk = output.topk.map(|topk| {
+                let idx = gather(bytemuck::cast_slice(&topk.idx), topk.num_topk * 4);
+                let weights = gather(bytemuck::cast_slice(&topk.weights), topk.num_topk * 4);
+                TopK {
+                    num_topk: topk.num_topk,
+                    idx: bytemuck::pod_collect_to_vec(&idx),
+                    weights: bytemuck::pod_collect_to_vec(&weights),
+                }
+            });
+            let layer = layer.decision().layer;
+            LayerRows { layer, width: output.width, values: bytemuck::pod_collect_to_vec(&values), topk }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_dealt_in_contiguous_blocks() {
+        assert_eq!(deal_rows(&Split::Even, 37, 4).unwrap(), [10, 9, 9, 9]);
+        assert_eq!(deal_rows(&Split::Counts(vec![3, 0, 7, 1]), 11, 4).unwrap(), [3, 0, 7, 1]);
+        let message = deal_rows(&Split::Counts(vec![3, 0]), 11, 4).unwrap_err().to_string();
+        assert!(message.contains("3 rows to 2 ranks") && message.contains("11 rows"), "{message}");
+    }
+}

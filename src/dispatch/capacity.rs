@@ -1,0 +1,244 @@
+//! How much is sent at once and what that needs: decided from numbers that are equal on all ranks.
+
+use std::ops::Range;
+
+use crate::exit::{Classify, Exit};
+use crate::ids::Rank;
+
+/// Errors of capacity.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum CapacityError {
+    /// More tokens than declared.
+    #[error(
+        "{rank} brings {num_tokens} tokens, over dispatch.num_max_tokens_per_rank = {limit}; \
+         raise it, or set dispatch.chunk_tokens to dispatch in chunks"
+    )]
+    TooManyTokens {
+        /// The rank with the most tokens.
+        rank: Rank,
+        /// Its tokens.
+        num_tokens: usize,
+        /// The declared limit.
+        limit: usize,
+    },
+    /// A chunk larger than the buffers.
+    #[error("dispatch.chunk_tokens = {chunk_tokens} is over dispatch.num_max_tokens_per_rank = {limit}; lower it")]
+    ChunkOverLimit {
+        /// The chunk.
+        chunk_tokens: usize,
+        /// The declared limit.
+        limit: usize,
+    },
+    /// The planned buffers do not fit.
+    #[error(
+        "the dispatch buffers need up to {needed_bytes} bytes on each of the {local_size} ranks of host {host}, \
+         which has {free_bytes} bytes free; set dispatch.chunk_tokens (now {chunk_tokens} tokens a rank go at once)"
+    )]
+    Memory {
+        /// Planned bytes of a rank.
+        needed_bytes: u64,
+        /// Ranks that share the host.
+        local_size: usize,
+        /// The host.
+        host: String,
+        /// Free on the host.
+        free_bytes: u64,
+        /// Tokens a rank that travel at once.
+        chunk_tokens: usize,
+    },
+}
+
+impl Classify for CapacityError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::TooManyTokens { .. } | Self::ChunkOverLimit { .. } => Exit::BadInput,
+            Self::Memory { .. } => Exit::Environment,
+        }
+    }
+}
+
+/// The declared limits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Capacity {
+    /// Tokens of a rank that buffers are planned for.
+    pub num_max_tokens_per_rank: usize,
+    /// Tokens of a rank that go at once; absent: all.
+    pub chunk_tokens: Option<usize>,
+}
+
+/// The chunks of a step: as many on every rank, though a rank may have no tokens left in the last ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunks {
+    /// Number of chunks.
+    pub num_chunks: usize,
+    /// Tokens of a rank in a chunk, at most.
+    pub chunk_tokens: usize,
+}
+
+impl Chunks {
+    /// The tokens of chunk `chunk` of a rank with `num_tokens`.
+    #[must_use]
+    pub fn tokens(&self, chunk: usize, num_tokens: usize) -> Range<usize> {
+        let start = (chunk * self.chunk_tokens).min(num_tokens);
+        start..(start + self.chunk_tokens).min(num_tokens)
+    }
+}
+
+impl Capacity {
+    /// Refuses limits that contradict each other.
+    ///
+    /// # Errors
+    /// If a chunk is larger than the buffers.
+    pub fn validate(&self) -> Result<(), CapacityError> {
+        match self.chunk_tokens {
+            Some(chunk_tokens) if chunk_tokens > self.num_max_tokens_per_rank => {
+                Err(CapacityError::ChunkOverLimit { chunk_tokens, limit: self.num_max_tokens_per_rank })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Tokens a rank that can be under way at once.
+    #[must_use]
+    pub fn max_tokens_at_once(&self) -> usize {
+        self.chunk_tokens.unwrap_or(self.num_max_tokens_per_rank)
+    }
+
+    /// The chunks of a step in which rank `r` brings `num_tokens[r]`. Every rank computes the same from the same list.
+    ///
+    /// # Errors
+    /// If a rank brings more than declared and no chunking was asked for.
+    pub fn chunks(&self, num_tokens: &[usize]) -> Result<Chunks, CapacityError> {
+        let (rank, most) = num_tokens.iter().enumerate().fold((0, 0), |best, (rank, &n)| {
+            if n > best.1 { (rank, n) } else { best }
+        });
+        match self.chunk_tokens {
+            Some(chunk_tokens) => {
+                let chunk_tokens = chunk_tokens.max(1);
+                Ok(Chunks { num_chunks: most.div_ceil(chunk_tokens).max(1), chunk_tokens })
+            }
+            None if most > self.num_max_tokens_per_rank => Err(CapacityError::TooManyTokens {
+                rank: Rank::from_index(rank),
+                num_tokens: most,
+                limit: self.num_max_tokens_per_rank,
+            }),
+            None => Ok(Chunks { num_chunks: 1, chunk_tokens: most.max(1) }),
+        }
+    }
+}
+
+/// The sizes that decide a rank's buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BufferSizes {
+    /// Ranks of the world.
+    pub num_ranks: usize,
+    /// Experts of this rank.
+    pub num_local_experts: usize,
+    /// Slots of a token.
+    pub num_topk: usize,
+    /// Width of a travelling token.
+    pub hidden: usize,
+    /// Width between FC1 and FC2.
+    pub intermediate: usize,
+    /// Bytes of a travelling token with its ids and weights.
+    pub token_bytes: usize,
+    /// Bytes of a row that comes back.
+    pub return_bytes: usize,
+    /// Whether each slot's row comes back by itself.
+    pub per_slot: bool,
+}
+
+/// Bytes of a rank's dispatch buffers when `tokens_at_once` tokens of every rank travel, at worst: every token reaches
+/// every rank, and as many of its slots as the rank has experts (at most `num_topk`) are here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct BufferPlan {
+    /// Tokens leaving: `tokens * min(ranks, topk) * token_bytes`.
+    pub send_bytes: u64,
+    /// Tokens arriving: `tokens * ranks * token_bytes`.
+    pub receive_bytes: u64,
+    /// Their f32 values: `tokens * ranks * hidden * 4`.
+    pub token_values_bytes: u64,
+    /// Computed rows, between FC1 and FC2 and after: `rows * (intermediate + hidden) * 4`.
+    pub rows_bytes: u64,
+    /// Rows going back and coming home.
+    pub return_bytes: u64,
+}
+
+impl BufferPlan {
+    /// Plans for `tokens_at_once` tokens of each rank.
+    #[must_use]
+    pub fn new(sizes: &BufferSizes, tokens_at_once: usize) -> Self {
+        let tokens = tokens_at_once as u64;
+        let received = tokens * sizes.num_ranks as u64;
+        let slots_here = sizes.num_topk.min(sizes.num_local_experts) as u64;
+        let rows = received * slots_here;
+        let home_rows = tokens * if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) } as u64;
+        let back_rows = if sizes.per_slot { rows } else { received };
+        Self {
+            send_bytes: tokens * sizes.num_topk.min(sizes.num_ranks) as u64 * sizes.token_bytes as u64,
+            receive_bytes: received * sizes.token_bytes as u64,
+            token_values_bytes: received * sizes.hidden as u64 * 4,
+            rows_bytes: rows * (sizes.intermediate + sizes.hidden) as u64 * 4,
+            return_bytes: (back_rows + home_rows) * sizes.return_bytes as u64,
+        }
+    }
+
+    /// All of it.
+    #[must_use]
+    pub fn total_bytes(&self) -> u64 {
+        self.send_bytes + self.receive_bytes + self.token_values_bytes + self.rows_bytes + self.return_bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn sizes(num_ranks: usize, num_topk: usize) -> BufferSizes {
+        BufferSizes {
+            num_ranks,
+            num_local_experts: 32,
+            num_topk,
+            hidden: 7168,
+            intermediate: 2048,
+            token_bytes: 7168 * 2 + 8 * num_topk,
+            return_bytes: 7168 * 4,
+            per_slot: false,
+        }
+    }
+
+    #[test]
+    fn case_a4_over_the_declared_capacity_names_rank_count_limit_and_key() {
+        let capacity = Capacity { num_max_tokens_per_rank: 1024, chunk_tokens: None };
+        let message = capacity.chunks(&[1, 1025, 1, 1]).unwrap_err().to_string();
+        for part in ["rank 1", "1025", "1024", "num_max_tokens_per_rank", "chunk_tokens"] {
+            assert!(message.contains(part), "{message}");
+        }
+    }
+
+    #[test]
+    fn case_j3_receive_buffers_grow_with_ranks_and_not_with_their_square() {
+        let plan = |ranks, topk| BufferPlan::new(&sizes(ranks, topk), 8192);
+        // 8192 tokens x 8 ranks x 7168 x 2 bytes = 896 MiB, and the ids and weights beside them.
+        let ids = 8192 * 8 * 8 * 8;
+        assert_eq!(plan(8, 8).receive_bytes, 896 * MIB + ids);
+        assert_eq!(plan(8, 1).receive_bytes, 896 * MIB + ids / 8);
+        assert_eq!(plan(2, 8).receive_bytes * 4, plan(8, 8).receive_bytes);
+        assert!(plan(64, 8).total_bytes() < 9 * plan(8, 8).total_bytes());
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_cover_every_token_once(num_tokens in prop::collection::vec(0usize..50, 1..5), chunk in 1usize..20) {
+            let capacity = Capacity { num_max_tokens_per_rank: 64, chunk_tokens: Some(chunk) };
+            let chunks = capacity.chunks(&num_tokens).unwrap();
+            for &n in &num_tokens {
+                let covered: Vec<usize> = (0..chunks.num_chunks).flat_map(|c| chunks.tokens(c, n)).collect();
+                prop_assert_eq!(covered, (0..n).collect::<Vec<_>>());
+            }
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! The `host` transport: dispatch and combine as MPI all-to-alls of plain bytes. Carries out plans, decides nothing.
+
+use std::fmt;
+
+use crate::dispatch::capacity::{Capacity, CapacityError, Chunks};
+use crate::dispatch::combine::{self, CombineMode, RowForm};
+use crate::dispatch::layout::{PayloadForm, TokenLayout};
+use crate::dispatch::placement::Placement;
+use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
+use crate::exit::{Classify, Exit};
+use crate::ids::{LayerIdx, Rank};
+use crate::numerics::nvfp4::QuantCounts;
+use crate::world::{Parts, World};
+
+/// Errors of a step's exchange, equal on all ranks.
+#[derive(Debug, thiserror::Error)]
+pub enum DispatchError {
+    /// Ranks are not at the same layer and step, or their tokens have other numbers of slots.
+    #[error(
+        "{rank} is at {found}, while rank 0 is at {wanted}: every rank must call the same layers in the same order with \
+         the same top-k"
+    )]
+    Drift {
+        /// The lowest rank that differs from rank 0.
+        rank: Rank,
+        /// Where rank 0 is.
+        wanted: StepTag,
+        /// Where the other is.
+        found: StepTag,
+    },
+    /// The sizes do not fit what was declared.
+    #[error(transparent)]
+    Capacity(#[from] CapacityError),
+}
+
+impl Classify for DispatchError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Drift { .. } => Exit::Disagreement,
+            Self::Capacity(error) => error.exit(),
+        }
+    }
+}
+
+/// Where in a run a dispatch belongs; travels with the sizes, so that drift is an error of that step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepTag {
+    /// The layer.
+    pub layer: LayerIdx,
+    /// Counts the steps of a run.
+    pub step: u64,
+    /// Slots of a token, which decide the size of a travelling token.
+    pub num_topk: usize,
+}
+
+impl fmt::Display for StepTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, step {}, top-{}", self.layer, self.step, self.num_topk)
+    }
+}
+
+/// Learns every rank's token count and cuts the step into chunks; collective.
+///
+/// # Errors
+/// If ranks are at different steps or a count is over the capacity: on all ranks alike.
+pub fn exchange_sizes(
+    world: &World,
+    tag: StepTag,
+    num_tokens: usize,
+    capacity: Capacity,
+) -> Result<Chunks, DispatchError> {
+    let records = world.all_gather_u64([u64::from(tag.layer.0), tag.step, tag.num_topk as u64, num_tokens as u64]);
+    let as_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+    let tag_of = |record: &[u64; 4]| StepTag {
+        layer: LayerIdx::from_index(as_usize(record[0])),
+        step: record[1],
+        num_topk: as_usize(record[2]),
+    };
+    let wanted = tag_of(&records[0]);
+    if let Some(rank) = records.iter().position(|record| tag_of(record) != wanted) {
+        return Err(DispatchError::Drift { rank: Rank::from_index(rank), wanted, found: tag_of(&records[rank]) });
+    }
+    let num_tokens: Vec<usize> = records.iter().map(|record| as_usize(record[3])).collect();
+    Ok(capacity.chunks(&num_tokens)?)
+}
+
+/// Carries the tokens of one layer.
+#[derive(Debug, Clone, Copy)]
+pub struct HostTransport {
+    /// Who owns what.
+    pub placement: Placement,
+    /// The form of a travelling token's values.
+    pub payload: PayloadForm,
+    /// Where weights are applied.
+    pub mode: CombineMode,
+    /// A row that comes back.
+    pub row_form: RowForm,
+}
+
+/// What arrived, and all that combine needs to send it back.
+#[derive(Debug)]
+pub struct Handle {
+    dispatch: DispatchPlan,
+    /// `[num_ranks]` tokens received from each rank.
+    num_received: Vec<usize>,
+    /// Weights of the rows, in return order.
+    weights: Vec<f32>,
+    /// The rows to compute.
+    pub compute: ComputePlan,
+    /// `[num_received, hidden]` values; NVFP4 without the global scale.
+    pub tokens: Vec<f32>,
+    /// What quantising for the way out did.
+    pub sent_quant: QuantCounts,
+    /// Tokens sent to other ranks.
+    pub num_sent_remote: u64,
+}
+
+impl HostTransport {
+    /// Sends this rank's tokens `[num_tokens, hidden]` to their experts' ranks and receives those that come here;
+    /// collective. `chunk_tokens` bounds every rank's tokens and is equal on all.
+    #[must_use]
+    pub fn dispatch(&self, world: &World, values: &[f32], slots: Slots<'_>, chunk_tokens: usize) -> Handle {
+        let layout = self.layout(slots.num_topk);
+        let row_bytes = layout.row_bytes();
+        let plan = DispatchPlan::new(self.placement, slots);
+        let num_sent = plan.num_tokens_to();
+        let counts: Vec<u64> = num_sent.iter().map(|&n| n as u64).collect();
+        let num_received: Vec<usize> =
+            world.all_to_all_u64(&counts).iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect();
+        let (bytes, sent_quant) = self.pack(&layout, (&plan, slots), values);
+        let received = world.all_to_all_bytes(
+            Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) },
+            &scaled(&num_received, row_bytes),
+            chunk_tokens * row_bytes,
+        );
+        drop(bytes);
+        let (compute, weights, tokens) = self.unpack(&layout, &received, world.rank());
+        let num_remote: usize = num_sent.iter().enumerate().filter(|&(r, _)| r != world.rank().index()).map(|(_, n)| n).sum();
+        Handle { dispatch: plan, num_received, weights, compute, tokens, sent_quant, num_sent_remote: num_remote as u64 }
+    }
+
+    /// Sends the computed rows `[num_rows, hidden]` back and adds what comes home into `out` `[num_tokens, hidden]`,
+    /// which starts at zero; collective. `slots` and `chunk_tokens` are those of the dispatch.
+    pub fn combine(
+        &self,
+        world: &World,
+        handle: &Handle,
+        rows: &[f32],
+        (slots, chunk_tokens): (Slots<'_>, usize),
+        out: &mut [f32],
+    ) {
+        let row_bytes = self.row_form.form.row_bytes(self.row_form.hidden);
+        let (bytes, num_back, max_rows) = match self.mode {
+            CombineMode::Slot => (
+                combine::return_slots(rows, &handle.compute, self.row_form),
+                handle.rows_of_sources(),
+                chunk_tokens * slots.num_topk,
+            ),
+            CombineMode::Rank => (
+                combine::return_sums(rows, &handle.compute, &handle.weights, self.row_form),
+                handle.num_received.clone(),
+                chunk_tokens,
+            ),
+        };
+        let num_home = scaled(&self.mode.rows_from(&handle.dispatch), row_bytes);
+        let send = Parts { bytes: &bytes, counts: &scaled(&num_back, row_bytes) };
+        let home = world.all_to_all_bytes(send, &num_home, max_rows * row_bytes);
+        let returned: Vec<&[u8]> = runs(&home, &num_home);
+        match self.mode {
+            CombineMode::Slot => combine::add_slots(&returned, self.placement, slots, self.row_form, out),
+            CombineMode::Rank => combine::add_sums(&returned, &handle.dispatch, self.row_form, out),
+        }
+    }
+
+    fn layout(&self, num_topk: usize) -> TokenLayout {
+        TokenLayout { payload: self.payload, hidden: self.row_form.hidden, num_topk }
+    }
+
+    /// The bytes of all tokens that leave, by destination.
+    fn pack(
+        &self,
+        layout: &TokenLayout,
+        (plan, slots): (&DispatchPlan, Slots<'_>),
+        values: &[f32],
+    ) -> (Vec<u8>, QuantCounts) {
+        let hidden = layout.hidden;
+        let mut bytes = vec![0; plan.tokens.len() * layout.row_bytes()];
+        let mut quant = QuantCounts::default();
+        let mut rows = bytes.chunks_exact_mut(layout.row_bytes());
+        for rank in 0..self.placement.num_ranks() {
+            for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
+                let token = token as usize;
+                let here = slots.of(token).map(|(expert, weight)| match expert.map(|e| self.placement.owner(e)) {
+                    Some(owner) if owner.rank.index() == rank => (i32::try_from(owner.local_idx).unwrap_or(NOT_HERE), weight),
+                    _ => (NOT_HERE, 0.0),
+                });
+                quant += layout.encode(&values[token * hidden..][..hidden], here, row);
+            }
+        }
+        (bytes, quant)
+    }
+
+    /// Rows to compute, their weights in return order, and the tokens' values.
+    fn unpack(&self, layout: &TokenLayout, received: &[u8], rank: Rank) -> (ComputePlan, Vec<f32>, Vec<f32>) {
+        let TokenLayout { hidden, num_topk, .. } = *layout;
+        let rows = || received.chunks_exact(layout.row_bytes());
+        let mut tokens = vec![0f32; rows().len() * hidden];
+        for (row, values) in rows().zip(tokens.chunks_exact_mut(hidden)) {
+            layout.decode_values(row, values);
+        }
+        let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
+        let slot_weights = rows().flat_map(|row| layout.weights(row));
+        let weights = local_idx.iter().zip(slot_weights).filter(|(id, _)| **id != NOT_HERE).map(|(_, w)| w).collect();
+        let num_local_experts = self.placement.local_experts(rank).len();
+        (ComputePlan::new(num_local_experts, num_topk, &local_idx), weights, tokens)
+    }
+}
+
+impl Handle {
+    /// Tokens that arrived here, from all ranks.
+    #[must_use]
+    pub fn num_received_tokens(&self) -> usize {
+        self.num_received.iter().sum()
+    }
+
+    /// `[num_ranks]` rows that go back to each rank in `slot` mode.
+    fn rows_of_sources(&self) -> Vec<usize> {
+        let mut first = 0;
+        self.num_received
+            .iter()
+            .map(|&count| {
+                let rows = self.compute.token_offsets[first + count] - self.compute.token_offsets[first];
+                first += count;
+                rows
+            })
+            .collect()
+    }
+}
+
+fn scaled(counts: &[usize], bytes: usize) -> Vec<usize> {
+    counts.iter().map(|&n| n * bytes).collect()
+}
+
+fn runs<'a>(mut bytes: &'a [u8], counts: &[usize]) -> Vec<&'a [u8]> {
+    counts
+        .iter()
+        .map(|&count| {
+            let (run, rest) = bytes.split_at(count);
+            bytes = rest;
+            run
+        })
+        .collect()
+}

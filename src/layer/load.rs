@@ -1,0 +1,147 @@
+//! A layer's weights from the checkpoint into a backend: this rank's experts, and the parts that every rank holds.
+
+use crate::backend::{Backend, BackendError, Experts, ExpertsSpec};
+use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
+use crate::checkpoint::{Checkpoint, LayerManifest};
+use crate::ids::{ExpertIdx, Rank};
+use crate::model::{LatentGeometry, MoeGeometry};
+use crate::select::LayerDecision;
+
+use super::LayerError;
+use super::parts::{Latent, Norm, Router, Shared};
+use crate::dispatch::placement::Placement;
+
+/// A layer whose FC1 scale is still this rank's own.
+pub(super) struct Loaded {
+    pub router: Router,
+    pub latent: Option<Latent>,
+    pub shared: Option<Shared>,
+    pub experts: Box<dyn Experts>,
+    /// The largest FC1 `input_scale` of this rank's experts; 0 where it has none.
+    pub largest_input_scale: f32,
+    pub weight_bytes: u64,
+}
+
+/// Where a layer is loaded from and into.
+pub(super) struct Loader<'a> {
+    pub checkpoint: &'a Checkpoint,
+    pub backend: &'a dyn Backend,
+    pub placement: Placement,
+    pub rank: Rank,
+    /// Told of every expert that is packed.
+    pub progress: &'a dyn Fn(u64),
+}
+
+impl Loader<'_> {
+    /// Reads and packs one layer, expert by expert, so that only one is held twice.
+    pub fn load(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Loaded, LayerError> {
+        let geometry = &self.checkpoint.model().geometry;
+        let (experts, largest_input_scale) = self.experts(manifest, decision)?;
+        let router = self.router(manifest)?;
+        let latent = match &geometry.latent {
+            Some(latent) => self.latent(manifest, *latent)?,
+            None => None,
+        };
+        let shared = self.shared(manifest, decision)?;
+        let linears = latent.as_ref().map_or(0, |latent| latent.down.weight_bytes() + latent.up.weight_bytes());
+        let weight_bytes = experts.weight_bytes()
+            + router.gate.weight_bytes()
+            + linears
+            + shared.as_ref().map_or(0, |shared| shared.experts.weight_bytes());
+        Ok(Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes })
+    }
+
+    fn experts(
+        &self,
+        manifest: &LayerManifest,
+        decision: &LayerDecision,
+    ) -> Result<(Box<dyn Experts>, f32), LayerError> {
+        let geometry = &self.checkpoint.model().geometry;
+        let local = self.placement.local_experts(self.rank);
+        let spec = ExpertsSpec {
+            hidden: geometry.expert_hidden,
+            intermediate: geometry.intermediate,
+            activation: decision.activation,
+            quantise_activations: decision.quantise_activations,
+        };
+        let mut builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
+        let mut largest = 0f32;
+        for expert in local.map(ExpertIdx::from_index) {
+            let tensors = self.checkpoint.read_expert(manifest, expert)?;
+            self.prepare(manifest, builder.push(&tensors))?;
+            largest = largest.max(fc1_input_scale(&tensors).unwrap_or(0.0));
+            (self.progress)(1);
+        }
+        Ok((builder.finish(), largest))
+    }
+
+    fn router(&self, manifest: &LayerManifest) -> Result<Router, LayerError> {
+        let geometry = &self.checkpoint.model().geometry;
+        let tensors = self.checkpoint.read_router(manifest)?;
+        Ok(Router {
+            gate: self.prepare(manifest, self.backend.linear(&tensors.weight))?,
+            bias: tensors.bias,
+            method: geometry.routing,
+            num_experts: geometry.num_experts,
+            num_topk: geometry.num_topk,
+            hidden: geometry.hidden,
+        })
+    }
+
+    fn latent(&self, manifest: &LayerManifest, latent: LatentGeometry) -> Result<Option<Latent>, LayerError> {
+        let MoeGeometry { hidden, expert_hidden, .. } = self.checkpoint.model().geometry;
+        let Some(tensors) = self.checkpoint.read_latent(manifest)? else { return Ok(None) };
+        let norm = tensors.norm.zip(latent.norm_eps).map(|(weight, eps)| Norm { weight, eps });
+        Ok(Some(Latent {
+            down: self.prepare(manifest, self.backend.linear(&tensors.down))?,
+            up: self.prepare(manifest, self.backend.linear(&tensors.up))?,
+            norm,
+            hidden,
+            latent: expert_hidden,
+        }))
+    }
+
+    fn shared(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Option<Shared>, LayerError> {
+        let geometry = &self.checkpoint.model().geometry;
+        let Some(tensors) = self.checkpoint.read_shared(manifest)? else { return Ok(None) };
+        let is_nvfp4 = matches!(tensors.gate.data, ProjectionData::Nvfp4 { .. });
+        let quantise_activations = decision.quantise_activations && is_nvfp4;
+        let input_scale = match (quantise_activations, fc1_input_scale(&tensors)) {
+            (false, _) => None,
+            (true, Some(scale)) => Some(scale),
+            (true, None) => {
+                let missing = Err(BackendError::InputScale { projection: "the shared expert's gate or up" });
+                return self.prepare(manifest, missing);
+            }
+        };
+        let spec = ExpertsSpec {
+            hidden: geometry.hidden,
+            intermediate: tensors.gate.out_features,
+            activation: decision.activation,
+            quantise_activations,
+        };
+        let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
+        self.prepare(manifest, builder.push(&tensors))?;
+        Ok(Some(Shared { experts: builder.finish(), input_scale }))
+    }
+
+    fn prepare<T>(&self, manifest: &LayerManifest, result: Result<T, BackendError>) -> Result<T, LayerError> {
+        result.map_err(|source| LayerError::Prepare {
+            layer: manifest.layer,
+            checkpoint: self.checkpoint.dir().to_owned(),
+            source,
+        })
+    }
+}
+
+/// The larger of gate's and up's `input_scale`, which describe the same input; absent unless both are there.
+fn fc1_input_scale(expert: &ExpertTensors) -> Option<f32> {
+    Some(input_scale(&expert.gate)?.max(input_scale(&expert.up)?))
+}
+
+fn input_scale(projection: &Projection) -> Option<f32> {
+    match projection.data {
+        ProjectionData::Nvfp4 { input_scale, .. } => input_scale,
+        ProjectionData::Bf16(_) | ProjectionData::F32(_) => None,
+    }
+}

@@ -1,0 +1,132 @@
+//! What a step did, counted where it is done.
+
+use std::time::{Duration, Instant};
+
+use crate::backend::ForwardStats;
+use crate::dispatch::host::Handle;
+use crate::numerics::nvfp4::QuantCounts;
+use crate::select::Identity;
+
+/// Counts of one layer on one rank; adds up over steps.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LayerStats {
+    /// Times this was added to: calls of the layer.
+    pub num_calls: u64,
+    /// Rows that each identity computed, routed experts and shared ones apart.
+    pub routed_rows: Vec<(Identity, u64)>,
+    /// Rows through the shared experts.
+    pub shared_rows: Vec<(Identity, u64)>,
+    /// `[num_local_experts]` rows of each expert of this rank.
+    pub rows_per_expert: Vec<u64>,
+    /// Block scales of FC1's quantised input, as received (or sent, where tokens travel quantised).
+    pub fc1_input: QuantCounts,
+    /// Block scales of FC2's quantised input.
+    pub fc2_input: QuantCounts,
+    /// Chunks of the dispatch.
+    pub num_chunks: u64,
+    /// Tokens sent to other ranks.
+    pub num_tokens_sent: u64,
+    /// Tokens received, this rank's own included.
+    pub num_tokens_received: u64,
+    /// Where the time went.
+    pub times: PhaseTimes,
+}
+
+impl LayerStats {
+    pub(super) fn new(num_local_experts: usize) -> Self {
+        Self { num_calls: 1, rows_per_expert: vec![0; num_local_experts], ..Self::default() }
+    }
+
+    pub(super) fn count_dispatch(&mut self, handle: &Handle) {
+        self.fc1_input += handle.sent_quant;
+        self.num_tokens_sent += handle.num_sent_remote;
+        self.num_tokens_received += handle.num_received_tokens() as u64;
+        for (rows, pair) in self.rows_per_expert.iter_mut().zip(handle.compute.expert_offsets.windows(2)) {
+            *rows += (pair[1] - pair[0]) as u64;
+        }
+    }
+
+    pub(super) fn count_forward(&mut self, forward: ForwardStats, fc1_input: QuantCounts) {
+        self.fc1_input += fc1_input;
+        self.fc2_input += forward.fc2_input;
+        add_rows(&mut self.routed_rows, &forward.rows_by_identity);
+    }
+
+    pub(super) fn count_shared(&mut self, forward: &ForwardStats, fc1_input: QuantCounts) {
+        self.fc1_input += fc1_input;
+        self.fc2_input += forward.fc2_input;
+        add_rows(&mut self.shared_rows, &forward.rows_by_identity);
+    }
+
+    /// Adds another call's counts of the same layer.
+    pub fn add(&mut self, other: &Self) {
+        self.num_calls += other.num_calls;
+        add_rows(&mut self.routed_rows, &other.routed_rows);
+        add_rows(&mut self.shared_rows, &other.shared_rows);
+        self.rows_per_expert.resize(other.rows_per_expert.len(), 0);
+        self.rows_per_expert.iter_mut().zip(&other.rows_per_expert).for_each(|(sum, rows)| *sum += rows);
+        self.fc1_input += other.fc1_input;
+        self.fc2_input += other.fc2_input;
+        self.num_chunks += other.num_chunks;
+        self.num_tokens_sent += other.num_tokens_sent;
+        self.num_tokens_received += other.num_tokens_received;
+        self.times.add(&other.times);
+    }
+}
+
+fn add_rows(sums: &mut Vec<(Identity, u64)>, rows: &[(Identity, u64)]) {
+    for (identity, count) in rows {
+        match sums.iter_mut().find(|(known, _)| known == identity) {
+            Some((_, sum)) => *sum += count,
+            None => sums.push((*identity, *count)),
+        }
+    }
+}
+
+macro_rules! phases {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
+        /// Time spent in each phase of a layer.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct PhaseTimes {
+            $($(#[$doc])* pub $name: Duration,)+
+        }
+
+        impl PhaseTimes {
+            $(
+                /// Runs `work` and adds its time to the phase.
+                pub fn $name<T>(&mut self, work: impl FnOnce() -> T) -> T {
+                    let begin = Instant::now();
+                    let value = work();
+                    self.$name += begin.elapsed();
+                    value
+                }
+            )+
+
+            /// Adds another's times.
+            pub fn add(&mut self, other: &Self) {
+                $(self.$name += other.$name;)+
+            }
+
+            /// Every phase by name.
+            #[must_use]
+            pub fn by_name(&self) -> Vec<(&'static str, Duration)> {
+                vec![$((stringify!($name), self.$name)),+]
+            }
+        }
+    };
+}
+
+phases! {
+    /// Router logits and top-k.
+    route,
+    /// Latent projections and norm.
+    latent,
+    /// Sizes, packing, and the tokens' way to their experts, waiting included.
+    dispatch,
+    /// FC1, activation, FC2.
+    experts,
+    /// The rows' way home and their sum, waiting included.
+    combine,
+    /// The shared experts.
+    shared,
+}

@@ -1,0 +1,379 @@
+//! What a run did, as data: counted on every rank, joined on rank 0, written as JSON or shown as a table.
+
+mod table;
+
+use serde::{Deserialize, Serialize};
+
+use crate::dispatch::capacity::BufferPlan;
+use crate::ids::LayerIdx;
+use crate::layer::LayerStats;
+use crate::numerics::nvfp4::QuantCounts;
+use crate::select::Identity;
+
+/// One rank's part of a report; plain data, so that it can travel.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankReport {
+    /// The rank.
+    pub rank: u32,
+    /// Its host.
+    pub host: String,
+    /// Tokens of its input.
+    pub num_tokens: u64,
+    /// Threads it computed with.
+    pub num_threads: usize,
+    /// Checkpoint bytes it read.
+    pub bytes_read: BytesReport,
+    /// Bytes of its packed weights.
+    pub weight_bytes: u64,
+    /// The most that its dispatch buffers were planned to take.
+    pub planned_bytes: u64,
+    /// The largest resident set of its process.
+    pub peak_rss_bytes: u64,
+    /// Tokens it sent to other ranks.
+    pub rows_sent: u64,
+    /// Tokens it received, its own included.
+    pub rows_received: u64,
+    /// Bytes of dispatch and combine that it sent to other ranks.
+    pub dispatch_bytes_sent: u64,
+    /// What it launched.
+    pub launches: Vec<Launch>,
+    /// Its share of each layer.
+    pub layers: Vec<RankLayer>,
+    /// Seconds in each phase: loading, then the phases of its layers over all steps.
+    pub phases: Vec<(String, f64)>,
+}
+
+/// Checkpoint bytes that a rank read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BytesReport {
+    /// Of its own experts.
+    pub experts: u64,
+    /// Of the parts that every rank holds: routers, shared experts, latent projections.
+    pub replicated: u64,
+}
+
+/// Evidence of what ran: one identity in one layer on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Launch {
+    /// The layer.
+    pub layer: u32,
+    /// `routed` or `shared`.
+    pub part: String,
+    /// The identity that computed.
+    pub identity: String,
+    /// Rows it computed.
+    pub rows: u64,
+    /// Calls of the layer.
+    pub calls: u64,
+}
+
+/// One rank's share of a layer, over all steps.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankLayer {
+    /// The layer.
+    pub layer: u32,
+    /// The first expert of the rank.
+    pub first_expert: usize,
+    /// Rows of each expert of the rank.
+    pub rows_per_expert: Vec<u64>,
+    /// Chunks of the dispatch.
+    pub chunks: u64,
+    /// FC1's quantised input.
+    pub fc1_input: QuantReport,
+    /// FC2's quantised input.
+    pub fc2_input: QuantReport,
+    /// Slots of this rank's tokens that name an expert.
+    pub slots: u64,
+    /// Output values that are not finite.
+    pub num_not_finite: u64,
+}
+
+/// Block scales of a quantised input.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuantReport {
+    /// Blocks quantised.
+    pub num_blocks: u64,
+    /// Blocks clipped at 448.
+    pub num_saturated: u64,
+    /// Blocks whose non-zero values vanished.
+    pub num_zeroed: u64,
+}
+
+impl From<QuantCounts> for QuantReport {
+    fn from(counts: QuantCounts) -> Self {
+        let QuantCounts { num_blocks, num_saturated, num_zeroed } = counts;
+        Self { num_blocks, num_saturated, num_zeroed }
+    }
+}
+
+impl std::ops::AddAssign for QuantReport {
+    fn add_assign(&mut self, other: Self) {
+        self.num_blocks += other.num_blocks;
+        self.num_saturated += other.num_saturated;
+        self.num_zeroed += other.num_zeroed;
+    }
+}
+
+impl RankReport {
+    /// Adds what one layer did on this rank over all steps. `wanted` are the slots that name an expert.
+    pub fn add_layer(&mut self, layer: LayerIdx, first_expert: usize, stats: &LayerStats, outcome: LayerOutcome) {
+        let mut launched = |part: &str, rows: &[(Identity, u64)]| {
+            for (identity, rows) in rows {
+                self.launches.push(Launch {
+                    layer: layer.0,
+                    part: part.to_owned(),
+                    identity: identity.to_string(),
+                    rows: *rows,
+                    calls: stats.num_calls,
+                });
+            }
+        };
+        launched("routed", &stats.routed_rows);
+        launched("shared", &stats.shared_rows);
+        self.rows_sent += stats.num_tokens_sent;
+        self.rows_received += stats.num_tokens_received;
+        self.layers.push(RankLayer {
+            layer: layer.0,
+            first_expert,
+            rows_per_expert: stats.rows_per_expert.clone(),
+            chunks: stats.num_chunks,
+            fc1_input: stats.fc1_input.into(),
+            fc2_input: stats.fc2_input.into(),
+            slots: outcome.num_slots,
+            num_not_finite: outcome.num_not_finite,
+        });
+        for (name, time) in stats.times.by_name() {
+            match self.phases.iter_mut().find(|(known, _)| known == name) {
+                Some((_, sum)) => *sum += time.as_secs_f64(),
+                None => self.phases.push((name.to_owned(), time.as_secs_f64())),
+            }
+        }
+    }
+}
+
+/// What came out of a layer on one rank, over all steps.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LayerOutcome {
+    /// Slots of this rank's tokens that name an expert.
+    pub num_slots: u64,
+    /// Output values that are not finite.
+    pub num_not_finite: u64,
+}
+
+/// What was decided for all ranks.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Decided {
+    /// Free text of the deployment.
+    pub deployment: String,
+    /// Number of ranks.
+    pub num_ranks: usize,
+    /// The technique that serves every layer.
+    pub technique: String,
+    /// The instruction set that all ranks use.
+    pub isa: String,
+    /// The part that was computed.
+    pub part: String,
+    /// Dispatch buffers of rank 0, at most.
+    pub buffers: BufferPlan,
+    /// Each layer.
+    pub layers: Vec<DecidedLayer>,
+}
+
+/// What was decided for a layer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DecidedLayer {
+    /// The layer.
+    pub layer: u32,
+    /// Its numeric contract.
+    pub quant: String,
+    /// Its activation.
+    pub activation: String,
+    /// How tokens travel.
+    pub payload: String,
+    /// Where weights are applied.
+    pub combine: String,
+    /// How rows come back.
+    pub combine_dtype: String,
+}
+
+/// A run, joined from all ranks.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RunReport {
+    /// Version of this form.
+    pub version: u32,
+    /// What was decided.
+    pub decided: Decided,
+    /// The world.
+    pub world: WorldReport,
+    /// Every rank.
+    pub ranks: Vec<RankReport>,
+    /// Every layer over all ranks.
+    pub layers: Vec<LayerReport>,
+    /// The largest of the ranks' seconds in each phase, over all steps.
+    pub phases: Vec<(String, f64)>,
+    /// The steps' times on rank 0.
+    pub steps: StepReport,
+    /// What was checked.
+    pub checks: Vec<Check>,
+}
+
+/// The world of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct WorldReport {
+    /// Number of ranks.
+    pub num_ranks: usize,
+}
+
+/// A layer over all ranks and steps.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LayerReport {
+    /// The layer.
+    pub layer: u32,
+    /// Its numeric contract.
+    pub quant: String,
+    /// `[num_experts]` rows of each expert.
+    pub rows_per_expert: Vec<u64>,
+    /// Chunks of the dispatch.
+    pub chunks: u64,
+    /// FC1's quantised input.
+    pub fc1_input: QuantReport,
+    /// FC2's quantised input.
+    pub fc2_input: QuantReport,
+}
+
+/// Times of the steps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct StepReport {
+    /// Steps run.
+    pub count: usize,
+    /// Half of the steps took less.
+    pub median_us: f64,
+    /// 99 of 100 steps took less.
+    pub p99_us: f64,
+}
+
+impl StepReport {
+    /// Sorts and reads the quantiles.
+    #[must_use]
+    pub fn new(mut step_us: Vec<f64>) -> Self {
+        step_us.sort_by(f64::total_cmp);
+        let at = |num: usize, den: usize| {
+            let last = step_us.len().saturating_sub(1);
+            step_us.get((step_us.len() * num / den).min(last)).copied().unwrap_or_default()
+        };
+        Self { count: step_us.len(), median_us: at(1, 2), p99_us: at(99, 100) }
+    }
+}
+
+/// Something that was checked after the run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// What has to hold.
+    pub name: String,
+    /// Whether it does.
+    pub pass: bool,
+    /// The numbers.
+    pub detail: String,
+}
+
+impl RunReport {
+    /// Joins the ranks' reports and checks them.
+    #[must_use]
+    pub fn join(decided: Decided, ranks: Vec<RankReport>, steps: StepReport) -> Self {
+        let layers = decided.layers.iter().map(|layer| join_layer(layer, &ranks)).collect();
+        let phases = join_phases(&ranks);
+        let checks = vec![check_rows(&ranks), check_finite(&ranks), check_identities(&decided, &ranks)];
+        let world = WorldReport { num_ranks: ranks.len() };
+        Self { version: 1, decided, world, ranks, layers, phases, steps, checks }
+    }
+
+    /// Whether every check passed.
+    #[must_use]
+    pub fn passes(&self) -> bool {
+        self.checks.iter().all(|check| check.pass)
+    }
+}
+
+fn join_layer(decided: &DecidedLayer, ranks: &[RankReport]) -> LayerReport {
+    let mut joined = LayerReport {
+        layer: decided.layer,
+        quant: decided.quant.clone(),
+        rows_per_expert: Vec::new(),
+        chunks: 0,
+        fc1_input: QuantReport::default(),
+        fc2_input: QuantReport::default(),
+    };
+    for share in ranks.iter().flat_map(|rank| &rank.layers).filter(|share| share.layer == decided.layer) {
+        joined.rows_per_expert.extend(&share.rows_per_expert);
+        joined.chunks = joined.chunks.max(share.chunks);
+        joined.fc1_input += share.fc1_input;
+        joined.fc2_input += share.fc2_input;
+    }
+    joined
+}
+
+fn join_phases(ranks: &[RankReport]) -> Vec<(String, f64)> {
+    let mut phases: Vec<(String, f64)> = Vec::new();
+    for (name, time_s) in ranks.iter().flat_map(|rank| &rank.phases) {
+        match phases.iter_mut().find(|(known, _)| known == name) {
+            Some((_, largest)) => *largest = largest.max(*time_s),
+            None => phases.push((name.clone(), *time_s)),
+        }
+    }
+    phases
+}
+
+/// Nothing lost, nothing added: as many rows were computed as slots named an expert.
+fn check_rows(ranks: &[RankReport]) -> Check {
+    let shares = || ranks.iter().flat_map(|rank| &rank.layers);
+    let slots: u64 = shares().map(|share| share.slots).sum();
+    let rows: u64 = shares().flat_map(|share| &share.rows_per_expert).sum();
+    Check {
+        name: "every routed slot was computed once".to_owned(),
+        pass: slots == rows,
+        detail: format!("{slots} slots, {rows} rows"),
+    }
+}
+
+fn check_finite(ranks: &[RankReport]) -> Check {
+    let num: u64 = ranks.iter().flat_map(|rank| &rank.layers).map(|share| share.num_not_finite).sum();
+    Check {
+        name: "every output is finite".to_owned(),
+        pass: num == 0,
+        detail: format!("{num} values are not"),
+    }
+}
+
+/// Nothing but the decided technique computed, and routed NVFP4 rows ran under the layer's contract.
+fn check_identities(decided: &Decided, ranks: &[RankReport]) -> Check {
+    let technique = format!("lockstep.{}.", decided.technique);
+    let allowed = |launch: &Launch| {
+        let quant = decided.layers.iter().find(|layer| layer.layer == launch.layer).map(|layer| layer.quant.as_str());
+        let ran = launch.identity.rsplit('.').next();
+        // Unquantised experts run as `none` beside a layer's NVFP4 ones, in the routed and the shared part.
+        launch.identity.starts_with(&technique) && (ran == quant || ran == Some("none"))
+    };
+    let strangers: Vec<String> = ranks
+        .iter()
+        .flat_map(|rank| rank.launches.iter().map(move |launch| (rank.rank, launch)))
+        .filter(|(_, launch)| !allowed(launch))
+        .map(|(rank, launch)| format!("rank {rank} ran {} in layer {}", launch.identity, launch.layer))
+        .collect();
+    Check {
+        name: "every rank ran the decided implementation".to_owned(),
+        pass: strangers.is_empty(),
+        detail: if strangers.is_empty() { technique.trim_end_matches('.').to_owned() } else { strangers.join("; ") },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_steps() {
+        let report = StepReport::new((0..100).rev().map(f64::from).collect());
+        assert_eq!((report.count, report.median_us, report.p99_us), (100, 50.0, 99.0));
+        assert_eq!(StepReport::new(vec![7.0]).p99_us, 7.0);
+    }
+}

@@ -1,0 +1,116 @@
+//! The report as tables that a person reads at the end of a run.
+
+use std::fmt;
+
+use comfy_table::{CellAlignment, Table, presets};
+
+use super::RunReport;
+
+impl fmt::Display for RunReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let decided = &self.decided;
+        writeln!(
+            f,
+            "{} · {} ranks · lockstep.{}.grouped_gemm ({}) · part {}",
+            decided.deployment, decided.num_ranks, decided.technique, decided.isa, decided.part
+        )?;
+        writeln!(f, "\n{}\n\n{}", layers(self), ranks(self))?;
+        writeln!(f, "\n{}", phases(self))?;
+        writeln!(f, "\nsteps: {}, median {}, p99 {}\n", self.steps.count, time(self.steps.median_us), time(self.steps.p99_us))?;
+        for check in &self.checks {
+            writeln!(f, "{} {} ({})", if check.pass { "ok  " } else { "FAIL" }, check.name, check.detail)?;
+        }
+        Ok(())
+    }
+}
+
+fn layers(report: &RunReport) -> Table {
+    let mut table = new_table(&[
+        "layer", "quant", "activation", "travels as", "combine", "chunks", "rows", "rows/expert min·max", "saturated", "zeroed",
+    ]);
+    for (decided, layer) in report.decided.layers.iter().zip(&report.layers) {
+        let rows = &layer.rows_per_expert;
+        let range = format!("{}·{}", rows.iter().min().unwrap_or(&0), rows.iter().max().unwrap_or(&0));
+        table.add_row(vec![
+            layer.layer.to_string(),
+            decided.quant.clone(),
+            decided.activation.clone(),
+            decided.payload.clone(),
+            format!("{} {}", decided.combine, decided.combine_dtype),
+            layer.chunks.to_string(),
+            rows.iter().sum::<u64>().to_string(),
+            range,
+            (layer.fc1_input.num_saturated + layer.fc2_input.num_saturated).to_string(),
+            (layer.fc1_input.num_zeroed + layer.fc2_input.num_zeroed).to_string(),
+        ]);
+    }
+    align_right(&mut table, &[5, 6, 7, 8, 9]);
+    table
+}
+
+fn ranks(report: &RunReport) -> Table {
+    let mut table = new_table(&[
+        "rank", "host", "tokens", "experts read", "replicated", "weights", "buffers ≤", "peak memory", "tokens in", "tokens out", "sent",
+    ]);
+    for rank in &report.ranks {
+        table.add_row(vec![
+            rank.rank.to_string(),
+            rank.host.clone(),
+            rank.num_tokens.to_string(),
+            bytes(rank.bytes_read.experts),
+            bytes(rank.bytes_read.replicated),
+            bytes(rank.weight_bytes),
+            bytes(rank.planned_bytes),
+            bytes(rank.peak_rss_bytes),
+            rank.rows_received.to_string(),
+            rank.rows_sent.to_string(),
+            bytes(rank.dispatch_bytes_sent),
+        ]);
+    }
+    align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    table
+}
+
+fn phases(report: &RunReport) -> Table {
+    let names: Vec<&str> = report.phases.iter().map(|(name, _)| name.as_str()).collect();
+    let mut table = new_table(&names);
+    table.add_row(report.phases.iter().map(|(_, time_s)| time(time_s * 1e6)));
+    for column in 0..names.len() {
+        align_right(&mut table, &[column]);
+    }
+    table
+}
+
+fn new_table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_header(header);
+    table
+}
+
+fn align_right(table: &mut Table, columns: &[usize]) {
+    for &column in columns {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+}
+
+/// Bytes in the largest unit that keeps three digits.
+#[must_use]
+pub fn bytes(count: u64) -> String {
+    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    match units.iter().find(|(_, size)| count >= *size) {
+        Some((unit, size)) => format!("{:.1} {unit}", count as f64 / *size as f64),
+        None => format!("{count} B"),
+    }
+}
+
+/// Microseconds in a unit that reads well.
+#[must_use]
+pub fn time(us: f64) -> String {
+    match us {
+        us if us >= 1e6 => format!("{:.2} s", us / 1e6),
+        us if us >= 1e3 => format!("{:.2} ms", us / 1e3),
+        us => format!("{us:.0} us"),
+    }
+}

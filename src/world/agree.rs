@@ -1,0 +1,151 @@
+//! All ranks or none: the outcome of a step that may fail on one rank becomes known to all before the next collective.
+
+use std::error::Error;
+use std::fmt;
+
+use super::World;
+use crate::exit::{Classify, Exit};
+use crate::ids::Rank;
+
+/// A step that failed on some rank, as this rank knows it.
+#[derive(Debug)]
+pub struct Refusal {
+    /// The exit code of every rank: the lowest failing rank's.
+    exit: Exit,
+    /// The lowest failing rank, which speaks for all.
+    speaker: Rank,
+    /// Ranks that failed with another message than the speaker's.
+    differing: Vec<Rank>,
+    num_ranks: usize,
+    num_failed: usize,
+    /// The cause, on the rank that speaks alone.
+    cause: Option<Box<dyn Error + Send + Sync>>,
+}
+
+impl Refusal {
+    /// Whether this rank prints the message; the others end silently with the same code.
+    #[must_use]
+    pub fn speaks(&self) -> bool {
+        self.cause.is_some()
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.num_ranks {
+            1 => write!(f, "cannot go on"),
+            n if self.num_failed == n => write!(f, "all {n} ranks refuse"),
+            n => write!(f, "{} of {n} refuses, so none starts", self.speaker),
+        }?;
+        if !self.differing.is_empty() {
+            write!(f, " (other causes on {}; see them with -v)", Ranks(&self.differing))?;
+        }
+        Ok(())
+    }
+}
+
+struct Ranks<'a>(&'a [Rank]);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<String> = self.0.iter().map(|rank| rank.0.to_string()).collect();
+        write!(f, "rank {}", names.join(", "))
+    }
+}
+
+impl Error for Refusal {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.cause.as_deref().map(|cause| cause as &(dyn Error + 'static))
+    }
+}
+
+impl Classify for Refusal {
+    fn exit(&self) -> Exit {
+        self.exit
+    }
+}
+
+/// What a rank tells the others about its outcome. Fixed in size, so that a rank that failed sends one too.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Record {
+    exit: Exit,
+    message_digest: u64,
+}
+
+impl World {
+    /// Gives `local`'s value if every rank succeeded, else the same [`Refusal`] on all of them; collective.
+    ///
+    /// # Errors
+    /// If any rank's `local` is an error.
+    pub fn agree<T, E: Classify + Send + Sync + 'static>(&self, local: Result<T, E>) -> Result<T, Refusal> {
+        let mine = match &local {
+            Ok(_) => Record { exit: Exit::Fine, message_digest: 0 },
+            Err(error) => Record { exit: error.exit(), message_digest: digest(error) },
+        };
+        let records = self.all_gather_u64([u64::from(mine.exit.code()), mine.message_digest]);
+        let records: Vec<Record> = records
+            .iter()
+            .map(|[code, message_digest]| Record {
+                exit: Exit::from_code(u8::try_from(*code).unwrap_or(u8::MAX)),
+                message_digest: *message_digest,
+            })
+            .collect();
+        match (decide(&records), local) {
+            (None, Ok(value)) => Ok(value),
+            (Some(verdict), local) => {
+                let cause = local.err().and_then(|error| self.keep_if_speaker(error, verdict.speaker));
+                Err(Refusal { cause, num_ranks: self.size(), ..verdict })
+            }
+            (None, Err(error)) => unreachable!("a failed rank's record says so: {error}"),
+        }
+    }
+
+    /// The error, if this rank is the one to print it; others only log it.
+    fn keep_if_speaker<E: Classify + Send + Sync + 'static>(
+        &self,
+        error: E,
+        speaker: Rank,
+    ) -> Option<Box<dyn Error + Send + Sync>> {
+        if self.rank() == speaker {
+            return Some(Box::new(error));
+        }
+        tracing::debug!("refuses too: {}", chain(&error));
+        None
+    }
+}
+
+/// The refusal that the records of all ranks amount to, without its cause.
+fn decide(records: &[Record]) -> Option<Refusal> {
+    let failed = || records.iter().enumerate().filter(|(_, record)| record.exit != Exit::Fine);
+    let (speaker, first) = failed().next()?;
+    let differing = failed()
+        .filter(|(_, record)| record.message_digest != first.message_digest)
+        .map(|(rank, _)| Rank::from_index(rank))
+        .collect();
+    Some(Refusal {
+        exit: first.exit,
+        speaker: Rank::from_index(speaker),
+        differing,
+        num_ranks: records.len(),
+        num_failed: failed().count(),
+        cause: None,
+    })
+}
+
+fn digest(error: &dyn Error) -> u64 {
+    let hash = blake3::hash(chain(error).as_bytes());
+    let mut first = [0; 8];
+    first.copy_from_slice(&hash.as_bytes()[..8]);
+    u64::from_le_bytes(first)
+}
+
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    text
+}

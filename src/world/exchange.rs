@@ -1,0 +1,203 @@
+//! Exchanges of plain bytes and counts. MPI counts in i32: larger exchanges go in rounds that every rank counts alike.
+
+use mpi::datatype::{Partition, PartitionMut};
+use mpi::traits::CommunicatorCollectives;
+
+use super::World;
+use crate::ids::Rank;
+
+/// Bytes for every rank, one run a rank, in rank order.
+#[derive(Debug, Clone, Copy)]
+pub struct Parts<'a> {
+    /// All runs, one behind the other.
+    pub bytes: &'a [u8],
+    /// `[num_ranks]` length of each rank's run.
+    pub counts: &'a [usize],
+}
+
+/// Largest piece a peer: all peers' pieces together must have i32 offsets.
+pub(super) fn default_round_bytes(num_ranks: usize) -> usize {
+    (i32::MAX as usize) / num_ranks.max(1)
+}
+
+/// Rounds of an exchange whose largest run is `max_run_bytes`, in pieces of `round_bytes`.
+///
+/// Both arguments must be equal on all ranks: a rank that counted other rounds would hang the rest.
+#[must_use]
+pub fn num_rounds(max_run_bytes: usize, round_bytes: usize) -> usize {
+    max_run_bytes.div_ceil(round_bytes.max(1))
+}
+
+impl World {
+    /// Every rank's `mine`, in rank order; collective.
+    pub fn all_gather_u64<const N: usize>(&self, mine: [u64; N]) -> Vec<[u64; N]> {
+        let mut all = vec![0u64; N * self.size];
+        mpi::request::scope(|scope| {
+            let request = self.comm.immediate_all_gather_into(scope, &mine[..], &mut all[..]);
+            self.wait("all-gather", request);
+        });
+        all.chunks_exact(N).map(|chunk| chunk.try_into().unwrap_or([0; N])).collect()
+    }
+
+    /// Sends `to[r]` to rank `r` and returns what each rank sent here; collective.
+    pub fn all_to_all_u64(&self, to: &[u64]) -> Vec<u64> {
+        debug_assert_eq!(to.len(), self.size);
+        let mut from = vec![0u64; self.size];
+        mpi::request::scope(|scope| {
+            let request = self.comm.immediate_all_to_all_into(scope, to, &mut from[..]);
+            self.wait("all-to-all of sizes", request);
+        });
+        from
+    }
+
+    /// The largest value of all ranks; collective. NaN loses to any number.
+    pub fn max_f32(&self, mine: f32) -> f32 {
+        let all = self.all_gather_u64([u64::from(mine.to_bits())]);
+        all.iter().map(|[bits]| f32::from_bits((*bits & 0xffff_ffff) as u32)).fold(f32::NEG_INFINITY, f32::max)
+    }
+
+    /// Sends each rank its run and returns the runs received, in rank order; collective.
+    ///
+    /// `max_run_bytes` bounds every run between any two ranks and must be the same on all of them: it decides the
+    /// number of rounds.
+    ///
+    /// # Panics
+    /// If a run is longer than `max_run_bytes` or the counts don't add up, a bug of the caller.
+    pub fn all_to_all_bytes(&self, send: Parts<'_>, recv_counts: &[usize], max_run_bytes: usize) -> Vec<u8> {
+        assert_eq!(send.counts.iter().sum::<usize>(), send.bytes.len(), "send counts must cover the bytes");
+        assert!(
+            send.counts.iter().chain(recv_counts).all(|&count| count <= max_run_bytes),
+            "no run may be longer than max_run_bytes"
+        );
+        let piece = self.round_bytes.get();
+        let rounds = num_rounds(max_run_bytes, piece);
+        let mut received = vec![0u8; recv_counts.iter().sum()];
+        if rounds == 1 {
+            self.exchange_round(send, &mut received, recv_counts);
+        } else {
+            for round in 0..rounds {
+                self.exchange_piece(send, &mut received, recv_counts, Piece { at: round * piece, len: piece });
+            }
+        }
+        self.count_exchange(send.counts, recv_counts, rounds);
+        received
+    }
+
+    /// All ranks' bytes at rank 0, which alone gets a value; collective. `max_run_bytes` as in
+    /// [`World::all_to_all_bytes`].
+    pub fn gather_bytes(&self, mine: &[u8], max_run_bytes: usize) -> Option<Vec<Vec<u8>>> {
+        let length = |[n]: &[u64; 1]| usize::try_from(*n).unwrap_or(usize::MAX);
+        let lengths: Vec<usize> = self.all_gather_u64([mine.len() as u64]).iter().map(length).collect();
+        let mut counts = vec![0; self.size];
+        counts[0] = mine.len();
+        let recv_counts = if self.is_root() { lengths.clone() } else { vec![0; self.size] };
+        let all = self.all_to_all_bytes(Parts { bytes: mine, counts: &counts }, &recv_counts, max_run_bytes);
+        self.is_root().then(|| split_runs(&all, &lengths).map(<[u8]>::to_vec).collect())
+    }
+
+    /// One piece of every run, staged so that offsets stay within i32.
+    fn exchange_piece(&self, send: Parts<'_>, received: &mut [u8], recv_counts: &[usize], piece: Piece) {
+        let cut = |counts: &[usize]| -> Vec<usize> { counts.iter().map(|&n| piece.len_of(n)).collect() };
+        let (send_cut, recv_cut) = (cut(send.counts), cut(recv_counts));
+        let mut staged = Vec::with_capacity(send_cut.iter().sum());
+        for run in split_runs(send.bytes, send.counts) {
+            staged.extend_from_slice(piece.of(run));
+        }
+        let mut arrived = vec![0u8; recv_cut.iter().sum()];
+        self.exchange_round(Parts { bytes: &staged, counts: &send_cut }, &mut arrived, &recv_cut);
+        let mut run_start = 0;
+        for (source, &count) in split_runs(&arrived, &recv_cut).zip(recv_counts) {
+            let at = run_start + piece.at.min(count);
+            received[at..at + source.len()].copy_from_slice(source);
+            run_start += count;
+        }
+    }
+
+    /// One alltoallv whose counts and offsets fit in i32.
+    fn exchange_round(&self, send: Parts<'_>, received: &mut [u8], recv_counts: &[usize]) {
+        let (send_counts, send_offsets) = mpi_counts(send.counts);
+        let (recv_counts, recv_offsets) = mpi_counts(recv_counts);
+        let send = Partition::new(send.bytes, send_counts, send_offsets);
+        let mut recv = PartitionMut::new(received, recv_counts, recv_offsets);
+        mpi::request::scope(|scope| {
+            let request = self.comm.immediate_all_to_all_varcount_into(scope, &send, &mut recv);
+            self.wait("all-to-all of rows", request);
+        });
+    }
+
+    fn count_exchange(&self, send_counts: &[usize], recv_counts: &[usize], rounds: usize) {
+        let others = |counts: &[usize]| -> u64 {
+            let of_peer = |(rank, &count): (usize, &usize)| {
+                if Rank::from_index(rank) == self.rank { 0 } else { count as u64 }
+            };
+            counts.iter().enumerate().map(of_peer).sum()
+        };
+        let mut exchanged = self.exchanged.borrow_mut();
+        exchanged.sent_bytes += others(send_counts);
+        exchanged.received_bytes += others(recv_counts);
+        exchanged.rounds += rounds as u64;
+    }
+}
+
+/// A window of every run: bytes `at..at + len`.
+#[derive(Clone, Copy)]
+struct Piece {
+    at: usize,
+    len: usize,
+}
+
+impl Piece {
+    fn len_of(self, run: usize) -> usize {
+        run.saturating_sub(self.at).min(self.len)
+    }
+
+    fn of(self, run: &[u8]) -> &[u8] {
+        let at = self.at.min(run.len());
+        &run[at..at + self.len_of(run.len())]
+    }
+}
+
+/// The runs of `bytes` by their lengths.
+fn split_runs<'a>(bytes: &'a [u8], counts: &'a [usize]) -> impl Iterator<Item = &'a [u8]> {
+    let mut rest = bytes;
+    counts.iter().map(move |&count| {
+        let (run, tail) = rest.split_at(count);
+        rest = tail;
+        run
+    })
+}
+
+/// Counts and offsets as MPI wants them.
+fn mpi_counts(counts: &[usize]) -> (Vec<i32>, Vec<i32>) {
+    let as_i32 = |n: usize| i32::try_from(n).expect("a round's bytes fit in i32: see default_round_bytes");
+    let mut offset = 0;
+    let offsets = counts
+        .iter()
+        .map(|&count| {
+            let at = as_i32(offset);
+            offset += count;
+            at
+        })
+        .collect();
+    (counts.iter().map(|&count| as_i32(count)).collect(), offsets)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_cover_the_largest_run_and_nothing_more() {
+        assert_eq!(num_rounds(0, 8), 0);
+        assert_eq!(num_rounds(8, 8), 1);
+        assert_eq!(num_rounds(9, 8), 2);
+        assert!(default_round_bytes(4096) * 4096 <= i32::MAX as usize);
+    }
+
+    #[test]
+    fn pieces_of_a_run_join_to_the_run() {
+        let run: Vec<u8> = (0..23).collect();
+        let joined: Vec<u8> = (0..4).flat_map(|round| Piece { at: round * 7, len: 7 }.of(&run).to_vec()).collect();
+        assert_eq!(joined, run);
+    }
+}

@@ -1,0 +1,255 @@
+//! The only user of MPI: who the ranks are, how they exchange bytes, how they agree, and how a run ends early.
+//!
+//! Every wait polls a non-blocking operation against the limit of the current [`Phase`], because a blocking
+//! collective can't time out. Knows nothing of models or experts.
+
+mod agree;
+mod ending;
+mod exchange;
+
+use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
+use std::time::{Duration, Instant};
+
+use mpi::Threading;
+use mpi::topology::SimpleCommunicator;
+use mpi::traits::{Communicator, CommunicatorCollectives};
+
+use crate::exit::{Classify, Exit};
+use crate::ids::Rank;
+
+pub use agree::Refusal;
+pub use ending::install_panic_hook;
+pub use exchange::{Parts, num_rounds};
+
+/// Errors of the world itself.
+#[derive(Debug, thiserror::Error)]
+pub enum WorldError {
+    /// MPI was already initialised by somebody else in this process.
+    #[error("MPI is already initialised in this process; give Lockstep the first call")]
+    AlreadyInitialised,
+    /// The deployment wants another number of ranks.
+    #[error(
+        "the deployment wants {wanted} ranks ({nodes} nodes x {ranks_per_node}), but the world has {found}; \
+         start it with `mpirun -n {wanted}` or correct cluster.ranks_per_node"
+    )]
+    Size {
+        /// Nodes of the deployment.
+        nodes: u32,
+        /// Ranks of a node.
+        ranks_per_node: u32,
+        /// Their product.
+        wanted: u32,
+        /// The world's size.
+        found: u32,
+    },
+    /// The launcher started singletons.
+    #[error(
+        "{variable}={launched} says that {launched} processes were launched, but MPI formed a world of {found}: \
+         every process would believe that it is alone. Use the mpirun of the MPI that lockstep was built with \
+         (`mpirun -n {launched}`), or `srun --mpi=pmix`"
+    )]
+    Singletons {
+        /// The launcher's variable.
+        variable: String,
+        /// What it says.
+        launched: u32,
+        /// The world's size.
+        found: u32,
+    },
+}
+
+impl Classify for WorldError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Size { .. } => Exit::BadInput,
+            Self::AlreadyInitialised | Self::Singletons { .. } => Exit::Environment,
+        }
+    }
+}
+
+/// What the ranks are doing, with the limit of every wait in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Phase {
+    /// A word for messages: `start`, `load`, `step`.
+    pub name: &'static str,
+    /// The longest a rank waits for the others.
+    pub limit: Duration,
+}
+
+/// The MPI world, seen from this rank. One exists a process; [`World::finish`] ends it.
+pub struct World {
+    universe: ManuallyDrop<mpi::environment::Universe>,
+    comm: SimpleCommunicator,
+    rank: Rank,
+    size: usize,
+    local_rank: usize,
+    local_size: usize,
+    host: String,
+    phase: Cell<Phase>,
+    /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
+    round_bytes: Cell<usize>,
+    exchanged: RefCell<Exchanged>,
+}
+
+/// Bytes that this rank moved through [`World::all_to_all_bytes`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Exchanged {
+    /// To other ranks.
+    pub sent_bytes: u64,
+    /// From other ranks.
+    pub received_bytes: u64,
+    /// Collectives it took.
+    pub rounds: u64,
+}
+
+impl World {
+    /// Initialises MPI and finds this rank's place. Waits of the start phase are limited to `start`.
+    ///
+    /// # Errors
+    /// If MPI was initialised before.
+    pub fn init(start: Duration) -> Result<Self, WorldError> {
+        let (universe, _threading) =
+            mpi::initialize_with_threading(Threading::Funneled).ok_or(WorldError::AlreadyInitialised)?;
+        let comm = universe.world();
+        let rank = Rank(u32::try_from(comm.rank()).unwrap_or_default());
+        let size = usize::try_from(comm.size()).unwrap_or(1);
+        let node = comm.split_shared(comm.rank());
+        let local_rank = usize::try_from(node.rank()).unwrap_or_default();
+        let local_size = usize::try_from(node.size()).unwrap_or(1);
+        let host = mpi::environment::processor_name().unwrap_or_else(|_| "unknown host".to_owned());
+        ending::remember_rank(rank, size);
+        let world = Self {
+            universe: ManuallyDrop::new(universe),
+            comm,
+            rank,
+            size,
+            local_rank,
+            local_size,
+            host,
+            phase: Cell::new(Phase { name: "start", limit: start }),
+            round_bytes: Cell::new(exchange::default_round_bytes(size)),
+            exchanged: RefCell::default(),
+        };
+        tracing::debug!(host = world.host, size, local_rank, "joined the world");
+        Ok(world)
+    }
+
+    /// This process.
+    #[must_use]
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// This process among those of its host, from MPI's shared-memory split.
+    #[must_use]
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// Number of ranks on this host.
+    #[must_use]
+    pub fn local_size(&self) -> usize {
+        self.local_size
+    }
+
+    /// The host's name as MPI knows it.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Whether this rank speaks for all where every rank would say the same.
+    #[must_use]
+    pub fn is_root(&self) -> bool {
+        self.rank == Rank(0)
+    }
+
+    /// Enters a phase: its name goes into messages, its limit bounds every wait until the next phase.
+    pub fn enter(&self, phase: Phase) {
+        tracing::debug!(phase = phase.name, limit_s = phase.limit.as_secs(), "phase");
+        self.phase.set(phase);
+    }
+
+    /// Lowers the size of a piece of an exchange, so that tests see several rounds.
+    pub fn set_round_bytes(&self, bytes: usize) {
+        self.round_bytes.set(bytes.clamp(1, exchange::default_round_bytes(self.size)));
+    }
+
+    /// What this rank has moved so far.
+    #[must_use]
+    pub fn exchanged(&self) -> Exchanged {
+        *self.exchanged.borrow()
+    }
+
+    /// Checks the world against what was asked for and what the launcher believes.
+    ///
+    /// `launched` is the launcher's own count with the variable it was read from.
+    ///
+    /// # Errors
+    /// If the sizes differ.
+    pub fn expect_size(
+        &self,
+        nodes: u32,
+        ranks_per_node: Option<u32>,
+        launched: Option<(&str, u32)>,
+    ) -> Result<(), WorldError> {
+        let found = u32::try_from(self.size).unwrap_or(u32::MAX);
+        if let Some((variable, launched)) = launched
+            && found == 1
+            && launched > 1
+        {
+            return Err(WorldError::Singletons { variable: variable.to_owned(), launched, found });
+        }
+        if let Some(ranks_per_node) = ranks_per_node {
+            let wanted = nodes.saturating_mul(ranks_per_node);
+            if wanted != found {
+                return Err(WorldError::Size { nodes, ranks_per_node, wanted, found });
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all ranks are here.
+    pub fn barrier(&self) {
+        self.wait("barrier", self.comm.immediate_barrier());
+    }
+
+    /// Leaves MPI; collective. Nothing may be sent afterwards.
+    pub fn finish(self) {
+        self.barrier();
+        drop(ManuallyDrop::into_inner(self.universe));
+    }
+
+    /// Polls `request` until it completes or the phase's limit passes, which ends the job.
+    fn wait<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
+        &self,
+        operation: &str,
+        mut request: mpi::request::Request<'a, D, S>,
+    ) {
+        let Phase { name, limit } = self.phase.get();
+        let begin = Instant::now();
+        let mut polls = 0u32;
+        loop {
+            match request.test() {
+                Ok(_) => return,
+                Err(pending) => request = pending,
+            }
+            polls = polls.wrapping_add(1);
+            // A peer that shares the core can only come if this rank gives way; the clock is read now and then.
+            if polls > 64 {
+                std::thread::yield_now();
+            }
+            if polls.is_multiple_of(64) && begin.elapsed() > limit {
+                // The request can't be taken back: peers may still write into its buffer, so the job ends here.
+                self.abort_after_limit(name, operation, limit);
+            }
+        }
+    }
+}
