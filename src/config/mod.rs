@@ -1,6 +1,32 @@
 //! The deployment: what a person decides about a run, as typed and validated values.
 //!
 //! Pure: text comes in, values go out; which file it was and what the environment holds is the caller's business.
+//! Start at [`Effective::resolve`]. The keys stand once, in `keys.rs`; how a scalar is read stands once, in
+//! [`scalar`], and is the same through the file, the environment and the command line.
+//!
+//! YAML is read through `serde-saphyr`, and through the events of its parser rather than through serde. Tried side by
+//! side on the inputs of this module's tests, both it and `yaml_serde` read `0x10` as 16, `0o10` as 8 and `.inf` as a
+//! number where the type fits, and `serde-saphyr` also `"4"` as 4 and `yes` as true: serde hands over a value, not how
+//! it was written, and strictness needs the latter. Both name line and column; only `serde-saphyr` hands out its
+//! parser, whose events carry position and quoting, and it names a tab where the other finds a "character that cannot
+//! start any token".
+
+mod choices;
+mod error;
+mod keys;
+mod layers;
+mod nearest;
+pub mod scalar;
+mod tree;
+mod walk;
+
+#[cfg(test)]
+mod tests;
+
+pub use choices::Choice;
+pub use error::{ConfigError, Place};
+pub use keys::{KEYS, Key};
+pub use layers::{Effective, Origin, Override, Sources};
 
 use crate::numerics::activation::Activation;
 
