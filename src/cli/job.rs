@@ -13,7 +13,7 @@ use crate::report::{BytesReport, Decided, DecidedLayer, LayerOutcome, RankReport
 use crate::routing::{RoutingError, TopK};
 use crate::world::{Refusal, World};
 
-use super::options::{InputRef, Split};
+use super::values::{InputRef, Split};
 use super::progress::Progress;
 
 /// What can end a job.
@@ -344,6 +344,7 @@ fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
         technique: technique.to_owned(),
         isa: isa.to_string(),
         part: job.part.name().to_owned(),
+        has_latent: session.geometry().latent.is_some(),
         buffers: *session.buffers(),
         layers: session.layers().iter().map(layer).collect(),
     }

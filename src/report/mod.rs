@@ -173,6 +173,8 @@ pub struct Decided {
     pub isa: String,
     /// The part that was computed.
     pub part: String,
+    /// The routed experts work on a latent of the hidden states.
+    pub has_latent: bool,
     /// Dispatch buffers of rank 0, at most.
     pub buffers: BufferPlan,
     /// Each layer.

@@ -1,0 +1,103 @@
+//! `lockstep run`: layers applied to an input over all ranks; output and report appear whole or not at all.
+
+use half::bf16;
+
+use crate::checkpoint::{self, CheckpointError, OutputData, OutputTensor};
+use crate::exit::{Classify, Exit};
+use crate::layer::Part;
+use crate::report::RunReport;
+use crate::world::{Refusal, World};
+
+use super::job::{self, Job, JobError, LayerRows, Results};
+use super::options::RunArgs;
+use super::values::{LayerChoice, OutputDtype};
+
+/// What can end `run`.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The work itself.
+    #[error(transparent)]
+    Job(#[from] JobError),
+    /// Some rank failed; all end.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+}
+
+impl Classify for RunError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Job(error) => error.exit(),
+            Self::Refused(error) => error.exit(),
+        }
+    }
+}
+
+/// Runs the job and writes what was asked for; collective. Rank 0 gets the report.
+///
+/// # Errors
+/// The same on all ranks.
+pub fn run(world: &World, args: &RunArgs, job: &Job<'_>) -> Result<Option<RunReport>, RunError> {
+    let Results { layers, report } = job::execute(world, job)?;
+    let written = if world.is_root() { write(args, &layers, report.as_ref()) } else { Ok(()) };
+    world.agree(written)?;
+    Ok(report)
+}
+
+/// The layers that a command names.
+#[must_use]
+pub fn layers_of(choice: &LayerChoice) -> Option<Vec<crate::ids::LayerIdx>> {
+    match choice {
+        LayerChoice::All => None,
+        LayerChoice::List(layers) => Some(layers.clone()),
+    }
+}
+
+fn write(args: &RunArgs, layers: &[LayerRows], report: Option<&RunReport>) -> Result<(), CheckpointError> {
+    let outputs: Vec<OutputTensor> = layers.iter().map(|rows| output_tensor(rows, args.output_dtype)).collect();
+    checkpoint::write_tensors(&args.output, &outputs)?;
+    if let Some(path) = &args.export_topk {
+        checkpoint::write_tensors(path, &layers.iter().flat_map(topk_tensors).collect::<Vec<_>>())?;
+    }
+    if let (Some(path), Some(report)) = (&args.report, report) {
+        let mut json = serde_json::to_vec_pretty(report).unwrap_or_default();
+        json.push(b'\n');
+        checkpoint::write_atomically(path, &json)?;
+    }
+    Ok(())
+}
+
+/// `layers.N.output` in the dtype asked for.
+fn output_tensor(rows: &LayerRows, dtype: OutputDtype) -> OutputTensor {
+    let data = match dtype {
+        OutputDtype::F32 => OutputData::F32(rows.values.clone()),
+        OutputDtype::Bf16 => OutputData::Bf16(rows.values.iter().map(|&value| bf16::from_f32(value)).collect()),
+    };
+    OutputTensor { name: format!("layers.{}.output", rows.layer.0), shape: shape(rows.values.len(), rows.width), data }
+}
+
+fn topk_tensors(rows: &LayerRows) -> Vec<OutputTensor> {
+    let Some(topk) = &rows.topk else { return Vec::new() };
+    let tensor = |name: &str, data: OutputData| OutputTensor {
+        name: format!("layers.{}.{name}", rows.layer.0),
+        shape: shape(topk.idx.len(), topk.num_topk),
+        data,
+    };
+    vec![
+        tensor("topk_idx", OutputData::I32(topk.idx.clone())),
+        tensor("topk_weights", OutputData::F32(topk.weights.clone())),
+    ]
+}
+
+fn shape(num_values: usize, width: usize) -> Vec<usize> {
+    vec![num_values / width.max(1), width]
+}
+
+impl From<super::values::Part> for Part {
+    fn from(part: super::values::Part) -> Self {
+        match part {
+            super::values::Part::Routed => Self::Routed,
+            super::values::Part::Shared => Self::Shared,
+            super::values::Part::Block => Self::Block,
+        }
+    }
+}
