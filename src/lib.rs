@@ -10,6 +10,7 @@ pub mod model;
 pub mod config;
 pub mod select;
 pub mod host;
+pub mod fault;
 pub mod world;
 pub mod checkpoint;
 pub mod dispatch;

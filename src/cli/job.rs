@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::backend::Isa;
 use crate::checkpoint::{self, CheckpointError, Matrix};
 use crate::config::Deployment;
-use crate::exit::{Classify, Exit};
+use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
 use crate::layer::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions};
 use crate::report::{BytesReport, Decided, DecidedLayer, LayerOutcome, RankReport, RunReport, StepReport};
@@ -93,6 +93,14 @@ impl Classify for JobError {
             Self::Refused(error) => error.exit(),
             Self::Topk { source, .. } => source.exit(),
             Self::Split { .. } | Self::Hidden { .. } | Self::InputDtype { .. } | Self::TopkRows { .. } => Exit::BadInput,
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Layer(error) => error.known(),
+            Self::Refused(error) => error.known(),
+            _ => Known::Here,
         }
     }
 }

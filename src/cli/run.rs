@@ -3,7 +3,7 @@
 use half::bf16;
 
 use crate::checkpoint::{self, CheckpointError, OutputData, OutputTensor};
-use crate::exit::{Classify, Exit};
+use crate::exit::{Classify, Exit, Known};
 use crate::layer::Part;
 use crate::report::RunReport;
 use crate::world::{Refusal, World};
@@ -28,6 +28,13 @@ impl Classify for RunError {
         match self {
             Self::Job(error) => error.exit(),
             Self::Refused(error) => error.exit(),
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Job(error) => error.known(),
+            Self::Refused(error) => error.known(),
         }
     }
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::checkpoint::{self, CheckpointError};
 use crate::config::{BackendFamily, Deployment};
-use crate::exit::{Classify, Exit};
+use crate::exit::{Classify, Exit, Known};
 use crate::layer::Part;
 use crate::numerics::metrics::{self, Comparison};
 use crate::report::RunReport;
@@ -58,6 +58,14 @@ impl Classify for VerifyError {
             Self::Refused(error) => error.exit(),
             Self::Read(error) => error.exit(),
             Self::Shape { .. } => Exit::BadInput,
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Job(error) => error.known(),
+            Self::Refused(error) => error.known(),
+            _ => Known::Here,
         }
     }
 }

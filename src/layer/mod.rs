@@ -10,10 +10,11 @@ use std::path::PathBuf;
 use crate::backend::{BackendError, ExpertBatch, Experts};
 use crate::checkpoint::CheckpointError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
-use crate::dispatch::host::{DispatchError, HostTransport, StepTag, exchange_sizes};
+use crate::dispatch::host::{HostTransport, StepTag, exchange_sizes};
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::plan::Slots;
-use crate::exit::{Classify, Exit};
+use crate::exit::{Classify, Exit, Known};
+use crate::fault::{Injected, Stage};
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::nvfp4;
@@ -30,9 +31,6 @@ use parts::{Latent, Router, Shared};
 /// Everything that can end a session.
 #[derive(Debug, thiserror::Error)]
 pub enum LayerError {
-    /// The step's exchange.
-    #[error(transparent)]
-    Dispatch(#[from] DispatchError),
     /// Top-k ids from outside.
     #[error(transparent)]
     Routing(#[from] RoutingError),
@@ -53,6 +51,9 @@ pub enum LayerError {
     /// What was asked for can't be selected.
     #[error(transparent)]
     Select(#[from] SelectError),
+    /// A fault on purpose.
+    #[error(transparent)]
+    Fault(#[from] Injected),
     /// The declared capacity.
     #[error(transparent)]
     Capacity(#[from] CapacityError),
@@ -77,14 +78,21 @@ pub enum LayerError {
 impl Classify for LayerError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Dispatch(error) => error.exit(),
             Self::Routing(error) => error.exit(),
             Self::Checkpoint(error) => error.exit(),
             Self::Select(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
             Self::World(error) => error.exit(),
+            Self::Fault(error) => error.exit(),
             Self::Refused(error) => error.exit(),
             Self::Prepare { .. } | Self::NoSuchLayer { .. } => Exit::BadInput,
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Refused(error) => error.known(),
+            _ => Known::Here,
         }
     }
 }
@@ -197,20 +205,24 @@ impl MoeLayer {
         let all = Slots { num_topk: topk.num_topk, idx: &topk.idx, weights: &topk.weights };
         let num_tokens = all.num_tokens();
         let tag = StepTag { layer: self.decision.layer, step, num_topk: topk.num_topk };
-        let chunks = stats.times.dispatch(|| exchange_sizes(world, tag, num_tokens, capacity))?;
+        let sizes = stats.times.dispatch(|| exchange_sizes(world, tag, num_tokens, capacity));
+        let chunks = sizes.map_err(|error| world.refuse(error))?;
         stats.num_chunks = chunks.num_chunks as u64;
         let mut out = vec![0f32; num_tokens * hidden];
         for chunk in 0..chunks.num_chunks {
             let tokens = chunks.tokens(chunk, num_tokens);
             let slots = all.tokens(tokens.clone());
             let span = tokens.start * hidden..tokens.end * hidden;
+            world.fault(Stage::Dispatch)?;
             let mut handle = stats
                 .times
                 .dispatch(|| self.transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens));
             stats.count_dispatch(&handle);
+            world.fault(Stage::Experts)?;
             let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute));
             let (rows, forward, fc1_input) = rows;
             stats.count_forward(forward, fc1_input);
+            world.fault(Stage::Combine)?;
             stats.times.combine(|| {
                 self.transport.combine(world, &handle, &rows, (slots, chunks.chunk_tokens), &mut out[span]);
             });

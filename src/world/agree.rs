@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 
 use super::World;
-use crate::exit::{Classify, Exit};
+use crate::exit::{Classify, Exit, Known};
 use crate::ids::Rank;
 
 /// A step that failed on some rank, as this rank knows it.
@@ -22,14 +22,6 @@ pub struct Refusal {
     cause: Option<Box<dyn Error + Send + Sync>>,
 }
 
-impl Refusal {
-    /// Whether this rank prints the message; the others end silently with the same code.
-    #[must_use]
-    pub fn speaks(&self) -> bool {
-        self.cause.is_some()
-    }
-}
-
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.num_ranks {
@@ -44,12 +36,13 @@ impl fmt::Display for Refusal {
     }
 }
 
-struct Ranks<'a>(&'a [Rank]);
+/// A list of ranks as a person reads it.
+pub(super) struct Ranks<'a>(pub &'a [Rank]);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<String> = self.0.iter().map(|rank| rank.0.to_string()).collect();
-        write!(f, "rank {}", names.join(", "))
+        write!(f, "rank{} {}", if names.len() == 1 { "" } else { "s" }, names.join(", "))
     }
 }
 
@@ -62,6 +55,10 @@ impl Error for Refusal {
 impl Classify for Refusal {
     fn exit(&self) -> Exit {
         self.exit
+    }
+
+    fn known(&self) -> Known {
+        Known::Everywhere { speaks: self.cause.is_some() }
     }
 }
 
@@ -97,6 +94,14 @@ impl World {
                 Err(Refusal { cause, num_ranks: self.size(), ..verdict })
             }
             (None, Err(error)) => unreachable!("a failed rank's record says so: {error}"),
+        }
+    }
+
+    /// The refusal of an error that every rank has come to, from numbers that all know; collective.
+    pub fn refuse<E: Classify + Send + Sync + 'static>(&self, error: E) -> Refusal {
+        match self.agree::<(), E>(Err(error)) {
+            Err(refusal) => refusal,
+            Ok(()) => unreachable!("this rank's own record is a failure"),
         }
     }
 

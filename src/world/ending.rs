@@ -6,7 +6,9 @@ use std::time::Duration;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator;
 
-use super::World;
+use super::agree::Ranks;
+use super::roll::Attendance;
+use super::{Phase, World};
 use crate::exit::Exit;
 use crate::ids::Rank;
 
@@ -29,25 +31,39 @@ pub fn install_panic_hook() {
     }));
 }
 
-/// Ends all ranks at once with `exit`'s code.
-fn abort_job(exit: Exit) -> ! {
+/// Ends all ranks at once with `exit`'s code, without waiting for any.
+pub fn abort_job(exit: Exit) -> ! {
     if mpi::environment::is_initialized() && !mpi::environment::is_finalized() {
         SimpleCommunicator::world().abort(i32::from(exit.code()));
     }
     std::process::exit(i32::from(exit.code()))
 }
 
+/// How long notices of other ranks may still arrive once the limit has passed, and the speaker has to speak.
+const GRACE: Duration = Duration::from_millis(500);
+
 impl World {
-    /// Says what was waited for and ends the job.
-    pub(super) fn abort_after_limit(&self, phase: &str, operation: &str, limit: Duration) -> ! {
-        tracing::error!(
-            "{} of {} on {} waited {} s for other ranks in phase {phase} ({operation}): one of them is stuck or gone. \
-             If the work is only slow, raise timeouts.{phase}_s",
-            self.rank,
-            self.size,
-            self.host,
-            limit.as_secs(),
-        );
+    /// Says who is missing in the `wait`-th wait and ends the job. The lowest rank that waits speaks for all of them.
+    pub(super) fn abort_after_limit(&self, operation: &str, wait: u64) -> ! {
+        std::thread::sleep(GRACE);
+        let Attendance { waiting, missing } = self.roll.call(&self.comm, wait);
+        if waiting.first() == Some(&self.rank) {
+            let Phase { name, limit } = self.phase.get();
+            tracing::error!(
+                "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
+                 If the work is only slow, raise timeouts.{name}_s",
+                if missing.is_empty() { "all ranks are here, but their messages have".to_owned() } else { had(&missing) },
+                limit.as_secs(),
+                Ranks(&waiting),
+                if waiting.len() == 1 { "s" } else { "" },
+            );
+        } else {
+            std::thread::sleep(2 * GRACE);
+        }
         abort_job(Exit::PeerFailed)
     }
+}
+
+fn had(missing: &[Rank]) -> String {
+    format!("{} ha{}", Ranks(missing), if missing.len() == 1 { "s" } else { "ve" })
 }

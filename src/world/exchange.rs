@@ -69,7 +69,7 @@ impl World {
             send.counts.iter().chain(recv_counts).all(|&count| count <= max_run_bytes),
             "no run may be longer than max_run_bytes"
         );
-        let piece = self.round_bytes.get();
+        let piece = self.round_bytes;
         let rounds = num_rounds(max_run_bytes, piece);
         let mut received = vec![0u8; recv_counts.iter().sum()];
         if rounds == 1 {
@@ -117,7 +117,11 @@ impl World {
     fn exchange_round(&self, send: Parts<'_>, received: &mut [u8], recv_counts: &[usize]) {
         let (send_counts, send_offsets) = mpi_counts(send.counts);
         let (recv_counts, recv_offsets) = mpi_counts(recv_counts);
-        let send = Partition::new(send.bytes, send_counts, send_offsets);
+        // An empty slice of bytes may lie at address 1, which is Open MPI's MPI_IN_PLACE: never hand one over.
+        let mut nothing = [0u8];
+        let bytes = if send.bytes.is_empty() { &[0u8][..] } else { send.bytes };
+        let received = if received.is_empty() { &mut nothing[..] } else { received };
+        let send = Partition::new(bytes, send_counts, send_offsets);
         let mut recv = PartitionMut::new(received, recv_counts, recv_offsets);
         mpi::request::scope(|scope| {
             let request = self.comm.immediate_all_to_all_varcount_into(scope, &send, &mut recv);

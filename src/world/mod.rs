@@ -6,6 +6,7 @@
 mod agree;
 mod ending;
 mod exchange;
+mod roll;
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
@@ -16,10 +17,13 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives};
 
 use crate::exit::{Classify, Exit};
+use crate::fault::{Action, Faults, Injected, Stage};
 use crate::ids::Rank;
 
+use roll::Roll;
+
 pub use agree::Refusal;
-pub use ending::install_panic_hook;
+pub use ending::{abort_job, install_panic_hook};
 pub use exchange::{Parts, num_rounds};
 
 /// Errors of the world itself.
@@ -88,8 +92,12 @@ pub struct World {
     host: String,
     phase: Cell<Phase>,
     /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
-    round_bytes: Cell<usize>,
+    round_bytes: usize,
     exchanged: RefCell<Exchanged>,
+    /// Counts this rank's waits. Ranks make the same calls in the same order, so equal numbers are the same call.
+    waits: Cell<u64>,
+    roll: Roll,
+    faults: Faults,
 }
 
 /// Bytes that this rank moved through [`World::all_to_all_bytes`].
@@ -104,11 +112,12 @@ pub struct Exchanged {
 }
 
 impl World {
-    /// Initialises MPI and finds this rank's place. Waits of the start phase are limited to `start`.
+    /// Initialises MPI and finds this rank's place. Waits of the start phase are limited to `start`; `faults` are none but
+    /// in tests.
     ///
     /// # Errors
     /// If MPI was initialised before.
-    pub fn init(start: Duration) -> Result<Self, WorldError> {
+    pub fn init(start: Duration, faults: Faults) -> Result<Self, WorldError> {
         let (universe, _threading) =
             mpi::initialize_with_threading(Threading::Funneled).ok_or(WorldError::AlreadyInitialised)?;
         let comm = universe.world();
@@ -119,7 +128,7 @@ impl World {
         let local_size = usize::try_from(node.size()).unwrap_or(1);
         let host = mpi::environment::processor_name().unwrap_or_else(|_| "unknown host".to_owned());
         ending::remember_rank(rank, size);
-        let world = Self {
+        let mut world = Self {
             universe: ManuallyDrop::new(universe),
             comm,
             rank,
@@ -128,9 +137,13 @@ impl World {
             local_size,
             host,
             phase: Cell::new(Phase { name: "start", limit: start }),
-            round_bytes: Cell::new(exchange::default_round_bytes(size)),
+            round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
+            waits: Cell::new(0),
+            roll: Roll::new(size),
+            faults,
         };
+        world.apply_settings();
         tracing::debug!(host = world.host, size, local_rank, "joined the world");
         Ok(world)
     }
@@ -177,9 +190,37 @@ impl World {
         self.phase.set(phase);
     }
 
-    /// Lowers the size of a piece of an exchange, so that tests see several rounds.
-    pub fn set_round_bytes(&self, bytes: usize) {
-        self.round_bytes.set(bytes.clamp(1, exchange::default_round_bytes(self.size)));
+    /// What faults change rather than break: the host's name, the size of a piece of an exchange.
+    fn apply_settings(&mut self) {
+        if self.faults.is_empty() {
+            return;
+        }
+        if self.is_root() {
+            tracing::warn!("LOCKSTEP_FAULT is set: this run breaks on purpose");
+        }
+        for action in self.faults.at(self.rank, Stage::Start) {
+            match action {
+                Action::Host(name) => self.host.clone_from(name),
+                Action::RoundBytes(bytes) => {
+                    self.round_bytes = (*bytes).clamp(1, exchange::default_round_bytes(self.size));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Strikes with what `LOCKSTEP_FAULT` says for this rank and `stage`; usually nothing.
+    ///
+    /// # Errors
+    /// If a fault says so.
+    pub fn fault(&self, stage: Stage) -> Result<(), Injected> {
+        self.faults.strike(self.rank, stage)
+    }
+
+    /// Whether `LOCKSTEP_FAULT` has `action` for this rank and `stage`.
+    #[must_use]
+    pub fn has_fault(&self, stage: Stage, action: &Action) -> bool {
+        self.faults.at(self.rank, stage).any(|fault| fault == action)
     }
 
     /// What this rank has moved so far.
@@ -233,22 +274,31 @@ impl World {
         operation: &str,
         mut request: mpi::request::Request<'a, D, S>,
     ) {
-        let Phase { name, limit } = self.phase.get();
+        let Phase { limit, .. } = self.phase.get();
+        let wait = self.waits.get() + 1;
+        self.waits.set(wait);
         let begin = Instant::now();
-        let mut polls = 0u32;
-        loop {
+        let mut announced = false;
+        for poll in 0u32.. {
             match request.test() {
                 Ok(_) => return,
                 Err(pending) => request = pending,
             }
-            polls = polls.wrapping_add(1);
             // A peer that shares the core can only come if this rank gives way; the clock is read now and then.
-            if polls > 64 {
+            if poll > 64 {
                 std::thread::yield_now();
             }
-            if polls.is_multiple_of(64) && begin.elapsed() > limit {
+            if !poll.is_multiple_of(64) {
+                continue;
+            }
+            let waited = begin.elapsed();
+            if !announced && waited > Roll::notice_after(limit) {
+                announced = true;
+                self.roll.announce(&self.comm, wait);
+            }
+            if waited > limit {
                 // The request can't be taken back: peers may still write into its buffer, so the job ends here.
-                self.abort_after_limit(name, operation, limit);
+                self.abort_after_limit(operation, wait);
             }
         }
     }

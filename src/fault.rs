@@ -1,0 +1,231 @@
+//! Faults provoked on purpose, for tests of what happens then.
+//!
+//! Compiled in, reachable only through `LOCKSTEP_FAULT`, which is said loudly at start. A fault is
+//! `RANK:STAGE:ACTION`, several are separated by `;`. RANK is a number or `*`. Pure but for [`Faults::strike`], which does
+//! what the fault says.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::exit::{Classify, Exit};
+use crate::ids::Rank;
+
+/// Where a fault may strike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Before MPI is initialised.
+    Init,
+    /// Between MPI's initialisation and loading.
+    Start,
+    /// While a rank's experts are read.
+    Load,
+    /// While kernels are compiled.
+    Compile,
+    /// Before a chunk is dispatched.
+    Dispatch,
+    /// Before a chunk's rows are computed.
+    Experts,
+    /// Before a chunk's rows go home.
+    Combine,
+    /// Before the output is written.
+    Write,
+}
+
+/// What happens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// A panic on the main thread.
+    Panic,
+    /// A panic on another thread.
+    PanicThread,
+    /// An error is returned.
+    Error,
+    /// SIGKILL to this process.
+    Kill,
+    /// SIGSEGV to this process.
+    Segv,
+    /// This rank stops for ever.
+    Hang,
+    /// This rank is late.
+    Delay(Duration),
+    /// Pieces of exchanges are so small: several rounds.
+    RoundBytes(usize),
+    /// The host has this name.
+    Host(String),
+    /// This rank announces a later step than it is in.
+    Drift,
+    /// Buffers start filled with 0xFF bytes.
+    Poison,
+}
+
+/// One fault.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Fault {
+    rank: Option<Rank>,
+    stage: Stage,
+    action: Action,
+}
+
+/// The faults of a run; usually none.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Faults(Vec<Fault>);
+
+/// The error of [`Action::Error`].
+#[derive(Debug, thiserror::Error)]
+#[error("{rank} was told to fail at {stage} by LOCKSTEP_FAULT; unset it")]
+pub struct Injected {
+    rank: Rank,
+    stage: Stage,
+}
+
+impl Classify for Injected {
+    fn exit(&self) -> Exit {
+        Exit::Environment
+    }
+}
+
+/// `LOCKSTEP_FAULT` can't be read.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error(
+    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, dispatch, experts, \
+     combine, write and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
+     host=NAME, drift, poison; correct or unset it"
+)]
+pub struct FaultError {
+    text: String,
+}
+
+impl Classify for FaultError {
+    fn exit(&self) -> Exit {
+        Exit::BadInput
+    }
+}
+
+const STAGES: [(&str, Stage); 8] = [
+    ("init", Stage::Init),
+    ("start", Stage::Start),
+    ("load", Stage::Load),
+    ("compile", Stage::Compile),
+    ("dispatch", Stage::Dispatch),
+    ("experts", Stage::Experts),
+    ("combine", Stage::Combine),
+    ("write", Stage::Write),
+];
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = STAGES.iter().find(|(_, stage)| stage == self).map_or("?", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl FromStr for Faults {
+    type Err = FaultError;
+
+    fn from_str(text: &str) -> Result<Self, FaultError> {
+        let refused = || FaultError { text: text.to_owned() };
+        text.split(';').map(|fault| parse(fault.trim()).ok_or_else(refused)).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+fn parse(text: &str) -> Option<Fault> {
+    let mut parts = text.splitn(3, ':');
+    let rank = match parts.next()? {
+        "*" => None,
+        number => Some(Rank(number.parse().ok()?)),
+    };
+    let stage = parts.next()?;
+    let (_, stage) = STAGES.iter().find(|(name, _)| *name == stage)?;
+    Some(Fault { rank, stage: *stage, action: action(parts.next()?)? })
+}
+
+fn action(text: &str) -> Option<Action> {
+    Some(match text.split_once('=') {
+        Some(("delay", seconds)) => Action::Delay(Duration::from_millis(1000 * seconds.parse::<u64>().ok()?)),
+        Some(("round_bytes", bytes)) => Action::RoundBytes(bytes.parse().ok()?),
+        Some(("host", name)) => Action::Host(name.to_owned()),
+        Some(_) => return None,
+        None => match text {
+            "panic" => Action::Panic,
+            "panic_thread" => Action::PanicThread,
+            "error" => Action::Error,
+            "kill" => Action::Kill,
+            "segv" => Action::Segv,
+            "hang" => Action::Hang,
+            "drift" => Action::Drift,
+            "poison" => Action::Poison,
+            _ => return None,
+        },
+    })
+}
+
+impl Faults {
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The actions for `rank` at `stage`.
+    pub fn at(&self, rank: Rank, stage: Stage) -> impl Iterator<Item = &Action> {
+        self.0.iter().filter(move |fault| fault.stage == stage && fault.rank.is_none_or(|r| r == rank)).map(|f| &f.action)
+    }
+
+    /// Does what the faults say for `rank` at `stage`. Settings such as `round_bytes` are read by whoever they concern.
+    ///
+    /// # Errors
+    /// If a fault says so.
+    ///
+    /// # Panics
+    /// If a fault says so.
+    pub fn strike(&self, rank: Rank, stage: Stage) -> Result<(), Injected> {
+        for action in self.at(rank, stage) {
+            match action {
+                Action::Panic => panic!("LOCKSTEP_FAULT at {stage}"),
+                Action::PanicThread => {
+                    let thread = std::thread::spawn(move || panic!("LOCKSTEP_FAULT at {stage}, in a worker thread"));
+                    // The panic hook ends the process before the join returns.
+                    let _ = thread.join();
+                }
+                Action::Error => return Err(Injected { rank, stage }),
+                Action::Kill => raise(9),
+                Action::Segv => raise(11),
+                Action::Hang => std::thread::sleep(Duration::from_secs(86_400)),
+                Action::Delay(time) => std::thread::sleep(*time),
+                Action::RoundBytes(_) | Action::Host(_) | Action::Drift | Action::Poison => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn raise(signal: i32) {
+    // Fails for an unknown signal only.
+    let _ = signal_hook::low_level::raise(signal);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_faults_and_refuses_others() {
+        let faults: Faults = "2:dispatch:kill; *:load:delay=3;0:start:host=node=b".parse().unwrap();
+        assert_eq!(faults.at(Rank(2), Stage::Dispatch).collect::<Vec<_>>(), [&Action::Kill]);
+        assert_eq!(faults.at(Rank(1), Stage::Dispatch).count(), 0);
+        assert_eq!(faults.at(Rank(1), Stage::Load).collect::<Vec<_>>(), [&Action::Delay(Duration::from_secs(3))]);
+        assert_eq!(faults.at(Rank(0), Stage::Start).collect::<Vec<_>>(), [&Action::Host("node=b".to_owned())]);
+        for text in ["", "2", "2:dispatch", "x:dispatch:kill", "2:lunch:kill", "2:dispatch:dance", "2:load:delay=x"] {
+            assert!(text.parse::<Faults>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn an_error_names_rank_stage_and_cure() {
+        let faults: Faults = "1:write:error".parse().unwrap();
+        assert!(faults.strike(Rank(0), Stage::Write).is_ok());
+        let message = faults.strike(Rank(1), Stage::Write).unwrap_err().to_string();
+        assert_eq!(message, "rank 1 was told to fail at write by LOCKSTEP_FAULT; unset it");
+    }
+}
