@@ -1,0 +1,172 @@
+//! A command in the MPI world: how it starts, and the two ways in which it ends.
+//!
+//! An error that all ranks know of is printed by one of them, and all leave MPI together. An error that one rank alone
+//! knows of is printed by that rank, which then ends the job, because the others wait for it.
+
+use std::time::Duration;
+
+use crate::config::{ConfigError, Deployment, Effective};
+use crate::env::{EnvError, EnvVars};
+use crate::exit::{Classify, Exit, Known};
+use crate::fault::{FaultError, Faults, Injected, Stage};
+use crate::ids::Rank;
+use crate::world::{Phase, Refusal, World, WorldError, abort_job, install_panic_hook};
+
+use super::failure::Failure;
+use super::logging::{self, LogError};
+use super::options::CommonArgs;
+use super::output::{self, OutputError};
+
+/// Why a command does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The deployment.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The log filter.
+    #[error(transparent)]
+    Log(#[from] LogError),
+    /// Standard output.
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    /// A variable.
+    #[error(transparent)]
+    Env(#[from] EnvError),
+    /// The world's size.
+    #[error(transparent)]
+    World(#[from] WorldError),
+    /// `LOCKSTEP_FAULT`.
+    #[error(transparent)]
+    Fault(#[from] FaultError),
+    /// A fault on purpose.
+    #[error(transparent)]
+    Injected(#[from] Injected),
+    /// Some rank failed; all end.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+}
+
+impl Classify for StartError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Config(error) => error.exit(),
+            Self::Log(error) => error.exit(),
+            Self::Output(error) => error.exit(),
+            Self::Env(error) => error.exit(),
+            Self::World(error) => error.exit(),
+            Self::Fault(error) => error.exit(),
+            Self::Injected(error) => error.exit(),
+            Self::Refused(error) => error.exit(),
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Refused(error) => error.known(),
+            _ => Known::Here,
+        }
+    }
+}
+
+/// What a command starts with.
+pub struct Started {
+    /// The deployment, with origins.
+    pub effective: Effective,
+    /// Threads of this rank.
+    pub num_threads: usize,
+}
+
+impl Started {
+    /// How to run.
+    #[must_use]
+    pub fn deployment(&self) -> &Deployment {
+        &self.effective.deployment
+    }
+}
+
+/// Joins the world, starts as `common` says on every rank or on none, runs `body`, and leaves.
+///
+/// # Errors
+/// What `body` or the start fails with, after the other ranks have been told.
+pub fn in_world(
+    env: &EnvVars,
+    common: &CommonArgs,
+    body: impl FnOnce(&World, &Started) -> Result<Exit, Failure>,
+) -> Result<Exit, Failure> {
+    install_panic_hook();
+    let world = join(env)?;
+    let ended = start(&world, env, common).map_err(Failure::from).and_then(|started| match started {
+        Some(started) => body(&world, &started),
+        None => Ok(Exit::Fine),
+    });
+    leave(world, ended)
+}
+
+/// Says on one rank that the command line is wrong, and ends all of them.
+pub fn refuse_usage(env: &EnvVars, usage: UsageError) -> Result<Exit, Failure> {
+    let world = join(env)?;
+    let refused = world.refuse(usage);
+    leave(world, Err(refused.into()))
+}
+
+/// A command line that can't be read, with clap's explanation.
+#[derive(Debug, thiserror::Error)]
+#[error("the command line is not understood\n\n{0}")]
+pub struct UsageError(pub String);
+
+impl Classify for UsageError {
+    fn exit(&self) -> Exit {
+        Exit::BadInput
+    }
+}
+
+/// MPI, with the limit of the defaults: the deployment's is not known yet.
+fn join(env: &EnvVars) -> Result<World, Failure> {
+    let faults = match env.fault() {
+        Some(text) => text.parse::<Faults>()?,
+        None => Faults::default(),
+    };
+    faults.strike(Rank(env.launched_rank().unwrap_or_default()), Stage::Init)?;
+    let world = World::init(Duration::from_secs(Deployment::default().timeouts.start_s), faults)?;
+    logging::set_rank(world.rank().0);
+    Ok(world)
+}
+
+/// The deployment, the log and the world's size, agreed; `None` where only the configuration was to be printed.
+fn start(world: &World, env: &EnvVars, common: &CommonArgs) -> Result<Option<Started>, StartError> {
+    let Some(effective) = world.agree(common.start(world, env))? else { return Ok(None) };
+    let limit = Duration::from_secs(effective.deployment.timeouts.start_s);
+    world.enter(Phase { name: "start", limit });
+    world.agree(world.fault(Stage::Start))?;
+    let cluster = &effective.deployment.cluster;
+    world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
+    let asked = world.agree(common.threads(env))?;
+    let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
+    Ok(Some(Started { effective, num_threads }))
+}
+
+/// Ends a command: together where all know how it ended, at once where the others can't know.
+fn leave(world: World, ended: Result<Exit, Failure>) -> Result<Exit, Failure> {
+    match ended {
+        Ok(exit) => {
+            world.finish();
+            Ok(exit)
+        }
+        Err(failure) => match failure.known() {
+            Known::Everywhere { speaks } => {
+                if speaks && let Some(message) = failure.message() {
+                    output::note(message);
+                }
+                let exit = failure.exit();
+                world.finish();
+                Err(Failure::said_elsewhere(exit))
+            }
+            Known::Here => {
+                if let Some(message) = failure.message() {
+                    output::note(format!("{message}\n  on {}, which ends the job", world.rank()));
+                }
+                abort_job(failure.exit())
+            }
+        },
+    }
+}
