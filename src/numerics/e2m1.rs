@@ -9,6 +9,7 @@ pub const VALUES: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.
 pub const MAX: f32 = 6.0;
 
 const EXPONENT_BITS: u32 = 0x7f80_0000;
+const SIGN_BIT: u32 = 0x8000_0000;
 
 /// The value of a code; only its low 4 bits count.
 #[must_use]
@@ -35,7 +36,9 @@ pub fn encode(x: f32) -> u8 {
 #[inline(always)]
 pub(crate) fn round(x: f32) -> f32 {
     let aligned = Aligned::new(x);
-    (aligned.sum - aligned.magic).copysign(x)
+    let magnitude = aligned.sum - aligned.magic;
+    // The magnitude's sign bit is clear: an `or` where `copysign` would also mask.
+    f32::from_bits(magnitude.to_bits() | (x.to_bits() & SIGN_BIT))
 }
 
 /// A magnitude added to a number whose last mantissa bit weighs one step of e2m1, so that the addition rounds.

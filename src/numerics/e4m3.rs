@@ -12,6 +12,7 @@ pub const MIN_POSITIVE_NORMAL: f32 = 0.015_625;
 pub const NAN: u8 = 0x7f;
 
 const EXPONENT_BITS: u32 = 0x7f80_0000;
+const SIGN_BIT: u32 = 0x8000_0000;
 /// Exponents of f32 and e4m3 differ by 127 - 7.
 const REBIAS: u32 = 120;
 
@@ -46,7 +47,9 @@ pub fn encode(x: f32) -> u8 {
 #[inline(always)]
 pub(crate) fn round(x: f32) -> f32 {
     let aligned = Aligned::new(x);
-    (aligned.sum - aligned.magic).copysign(x)
+    let magnitude = aligned.sum - aligned.magic;
+    // The magnitude's sign bit is clear, but for a NaN's: an `or` where `copysign` would also mask.
+    f32::from_bits(magnitude.to_bits() | (x.to_bits() & SIGN_BIT))
 }
 
 /// A magnitude added to a number whose last mantissa bit weighs one step of e4m3, so that the addition rounds.

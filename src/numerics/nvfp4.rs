@@ -52,25 +52,42 @@ impl AddAssign for QuantCounts {
     }
 }
 
-/// The two scales of one block.
-struct BlockScale {
-    /// The e4m3 scale, as a float.
-    value: f32,
-    /// What a value is multiplied by before it is rounded to e2m1; 0 where the scale is 0.
-    factor: f32,
+/// Blocks whose scales are computed side by side: alone, a block's two divisions and its maximum are a chain of scalar
+/// operations that costs more than its values (release build, SSE2: 1.7 ns a value one by one, 0.6 in groups).
+const GROUP: usize = 32;
+
+/// The scales of a group of blocks.
+struct GroupScales {
+    /// The e4m3 scales, as floats.
+    values: [f32; GROUP],
+    /// What a block's values are multiplied by before they are rounded to e2m1; 0 where the scale is 0.
+    factors: [f32; GROUP],
 }
 
-impl BlockScale {
+impl GroupScales {
+    /// The scales of up to [`GROUP`] blocks, counting what happened to them.
     #[inline(always)]
-    fn new(x: &[f32; BLOCK], inverse_scale: f32, counts: &mut QuantCounts) -> Self {
-        let amax = block_amax(x);
-        let wanted = (amax / e2m1::MAX) * inverse_scale;
-        let value = e4m3::round(wanted);
-        counts.num_blocks += 1;
-        counts.num_saturated += u64::from(wanted > LARGEST_UNCLIPPED_SCALE);
-        counts.num_zeroed += u64::from(value == 0.0 && amax > 0.0);
-        let factor = if value == 0.0 { 0.0 } else { inverse_scale / value };
-        Self { value, factor }
+    fn new(blocks: &[[f32; BLOCK]], inverse_scale: f32, counts: &mut QuantCounts) -> Self {
+        let mut amaxes = [0.0; GROUP];
+        for (amax, block) in amaxes.iter_mut().zip(blocks) {
+            *amax = block_amax(block);
+        }
+        let (mut values, mut factors) = ([0.0; GROUP], [0.0; GROUP]);
+        let (mut num_saturated, mut num_zeroed) = (0_u32, 0_u32);
+        for ((&amax, value), factor) in amaxes.iter().zip(&mut values).zip(&mut factors) {
+            let wanted = (amax / e2m1::MAX) * inverse_scale;
+            let scale = e4m3::round(wanted);
+            // No branches: `&` and a division that may be thrown away keep the loop in vectors.
+            num_saturated += u32::from(wanted > LARGEST_UNCLIPPED_SCALE);
+            num_zeroed += u32::from((scale == 0.0) & (amax > 0.0));
+            let quotient = inverse_scale / scale;
+            *value = scale;
+            *factor = if scale == 0.0 { 0.0 } else { quotient };
+        }
+        counts.num_blocks += blocks.len() as u64;
+        counts.num_saturated += u64::from(num_saturated);
+        counts.num_zeroed += u64::from(num_zeroed);
+        Self { values, factors }
     }
 }
 
@@ -78,11 +95,15 @@ impl BlockScale {
 #[inline(always)]
 fn block_amax(x: &[f32; BLOCK]) -> f32 {
     // As integers: magnitudes order like their bits, and NaN lies above infinity, so it wins instead of being skipped.
-    let mut amax = 0_i32;
-    for v in x {
-        amax = amax.max(v.abs().to_bits().cast_signed());
+    // Four lanes, because one running maximum stays scalar.
+    let mut lanes = [0_u32; 4];
+    for x in x.as_chunks::<4>().0 {
+        for (lane, v) in lanes.iter_mut().zip(x) {
+            *lane = (*lane).max(v.abs().to_bits());
+        }
     }
-    f32::from_bits(amax.cast_unsigned())
+    let [a, b, c, d] = lanes;
+    f32::from_bits(a.max(b).max(c.max(d)))
 }
 
 /// Quantises `x` `[n]`, n a multiple of 16, into codes `packed` `[n / 2]` and e4m3 bits `scales` `[n / 16]`.
@@ -102,10 +123,18 @@ pub fn quantise_row(x: &[f32], input_scale: f32, packed: &mut [u8], scales: &mut
     assert_eq!(scales.len(), blocks.len(), "one scale a block");
     let inverse_scale = 1.0 / input_scale;
     let mut counts = QuantCounts::default();
-    for ((x, packed), scale) in blocks.iter().zip(packed).zip(scales) {
-        let block = BlockScale::new(x, inverse_scale, &mut counts);
-        *scale = e4m3::encode(block.value);
-        *packed = pack_block(&x.map(|v| e2m1::encode(v * block.factor)));
+    for ((blocks, packed), scales) in blocks.chunks(GROUP).zip(packed.chunks_mut(GROUP)).zip(scales.chunks_mut(GROUP)) {
+        let group = GroupScales::new(blocks, inverse_scale, &mut counts);
+        for (bits, &value) in scales.iter_mut().zip(&group.values) {
+            *bits = e4m3::encode(value);
+        }
+        for ((x, packed), &factor) in blocks.iter().zip(packed).zip(&group.factors) {
+            let mut codes = [0; BLOCK];
+            for (code, v) in codes.iter_mut().zip(x) {
+                *code = e2m1::encode(v * factor);
+            }
+            *packed = pack_block(&codes);
+        }
     }
     counts
 }
@@ -114,8 +143,8 @@ pub fn quantise_row(x: &[f32], input_scale: f32, packed: &mut [u8], scales: &mut
 ///
 /// # Panics
 /// If the lengths do not fit together.
-// Inlined into its caller so that a caller compiled for wider vectors gets them. 0.36 ns a value with SSE2, 0.19 ns with
-// AVX2 (EPYC 9R45, one core, rows of 3072 in L1).
+// Always inlined, so that a caller compiled for wider vectors gets them. Rows of 3072 in L1, release build, one core of a
+// shared AMD EPYC (Zen 4), 2026-11-30: 0.62 ns a value with SSE2, 0.34 with AVX2.
 #[inline(always)]
 pub fn quantise_unscaled(x: &[f32], input_scale: f32, out: &mut [f32]) -> QuantCounts {
     let (blocks, rest) = x.as_chunks::<BLOCK>();
@@ -123,9 +152,14 @@ pub fn quantise_unscaled(x: &[f32], input_scale: f32, out: &mut [f32]) -> QuantC
     assert_eq!(out.len(), x.len(), "a value out for each value in");
     let inverse_scale = 1.0 / input_scale;
     let mut counts = QuantCounts::default();
-    for (x, out) in blocks.iter().zip(out.as_chunks_mut::<BLOCK>().0) {
-        let block = BlockScale::new(x, inverse_scale, &mut counts);
-        *out = x.map(|v| e2m1::round(v * block.factor) * block.value);
+    let out = out.as_chunks_mut::<BLOCK>().0;
+    for (blocks, out) in blocks.chunks(GROUP).zip(out.chunks_mut(GROUP)) {
+        let group = GroupScales::new(blocks, inverse_scale, &mut counts);
+        for (((x, out), &factor), &scale) in blocks.iter().zip(out).zip(&group.factors).zip(&group.values) {
+            for (out, v) in out.iter_mut().zip(x) {
+                *out = e2m1::round(v * factor) * scale;
+            }
+        }
     }
     counts
 }
@@ -178,8 +212,13 @@ fn check_lengths<'a>(
 #[inline(always)]
 fn pack_block(codes: &[u8; BLOCK]) -> [u8; BLOCK_BYTES] {
     let mut packed = [0; BLOCK_BYTES];
-    for (byte, [even, odd]) in packed.iter_mut().zip(codes.as_chunks::<2>().0) {
-        *byte = even | (odd << 4);
+    for (packed, codes) in packed.as_chunks_mut::<4>().0.iter_mut().zip(codes.as_chunks().0) {
+        // Eight codes in eight bytes become eight nibbles: pairs into every other byte, then bytes together.
+        let codes = u64::from_le_bytes(*codes);
+        let pairs = (codes | (codes >> 4)) & 0x00ff_00ff_00ff_00ff;
+        let quads = (pairs | (pairs >> 8)) & 0x0000_ffff_0000_ffff;
+        let [a, b, _, _, c, d, _, _] = quads.to_le_bytes();
+        *packed = [a, b, c, d];
     }
     packed
 }
