@@ -29,6 +29,9 @@ pub const BLOCK_BYTES: usize = BLOCK / 2;
 /// The largest `e2m1 * e4m3`: a global scale is the largest magnitude over this.
 pub const MAX: f32 = e2m1::MAX * e4m3::MAX;
 
+/// The smallest `input_scale` at which the arithmetic of [`quantise_row`] does not overflow: 2^-118.
+pub const MIN_INPUT_SCALE: f32 = f32::from_bits((127 - 118) << 23);
+
 /// Above this the nearest e4m3 value would be more than 448 if there were one; up to here 448 is the nearest.
 const LARGEST_UNCLIPPED_SCALE: f32 = 464.0;
 
@@ -95,22 +98,19 @@ impl GroupScales {
 #[inline(always)]
 fn block_amax(x: &[f32; BLOCK]) -> f32 {
     // As integers: magnitudes order like their bits, and NaN lies above infinity, so it wins instead of being skipped.
-    // Four lanes, because one running maximum stays scalar.
-    let mut lanes = [0_u32; 4];
-    for x in x.as_chunks::<4>().0 {
-        for (lane, v) in lanes.iter_mut().zip(x) {
-            *lane = (*lane).max(v.abs().to_bits());
-        }
+    let mut amax = 0;
+    for v in x {
+        let bits = v.abs().to_bits();
+        amax = if bits > amax { bits } else { amax };
     }
-    let [a, b, c, d] = lanes;
-    f32::from_bits(a.max(b).max(c.max(d)))
+    f32::from_bits(amax)
 }
 
 /// Quantises `x` `[n]`, n a multiple of 16, into codes `packed` `[n / 2]` and e4m3 bits `scales` `[n / 16]`.
 ///
 /// With `gs = 1 / input_scale`: a block's scale is `e4m3((max|x| / 6) * gs)`, a code is `e2m1(x * (gs / scale))`; where
 /// the scale is 0 a code is 0 with the sign of its value. The value it stands for is `code * scale * input_scale`.
-/// `input_scale` is finite and > 0, and not so small (under 2^-118) that `gs / scale` overflows.
+/// `input_scale` is finite and at least [`MIN_INPUT_SCALE`].
 ///
 /// # Panics
 /// If the lengths do not fit together.

@@ -216,6 +216,16 @@ fn nan_poisons_its_block_and_no_other() {
 }
 
 #[test]
+fn the_smallest_input_scale_does_not_overflow() {
+    let mut x = [0.0; BLOCK];
+    // Just enough for the smallest block scale, where the factor is largest.
+    x[3] = MIN_INPUT_SCALE / 64.0;
+    let (packed, scales, _) = quantise(&x, MIN_INPUT_SCALE);
+    assert_eq!((packed[0], packed[1], scales[0]), (0, 0x70, 1));
+    assert_fused_equals_two_steps(&x, MIN_INPUT_SCALE);
+}
+
+#[test]
 fn empty_rows_are_no_blocks() {
     assert_eq!(quantise(&[], 1.0), (vec![], vec![], QuantCounts::default()));
     assert_eq!(quantise_unscaled(&[], 1.0, &mut []), QuantCounts::default());
@@ -248,7 +258,7 @@ proptest! {
     fn quantisation_follows_its_definition(x in rows(), input_scale in scales()) {
         let (packed, scales, counts) = quantise(&x, input_scale);
         prop_assert_eq!((&packed, &scales), (&quantise_plainly(&x, input_scale).0, &quantise_plainly(&x, input_scale).1));
-        prop_assert_eq!(counts.num_blocks as usize, x.len() / BLOCK);
+        prop_assert_eq!(counts.num_blocks, (x.len() / BLOCK) as u64);
     }
 
     #[test]
