@@ -4,10 +4,13 @@
 
 pub mod backend;
 pub mod checkpoint;
+pub mod cli;
 pub mod config;
+pub mod env;
 pub mod exit;
 pub mod ids;
 pub mod model;
 pub mod numerics;
 pub mod routing;
+pub mod sample;
 pub mod select;

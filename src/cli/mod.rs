@@ -1,0 +1,115 @@
+//! The command line: one file a command, each with its arguments, its call and its printing.
+//!
+//! Decides nothing that the library does not decide; prints through [`output`] alone.
+
+pub mod failure;
+pub mod logging;
+pub mod options;
+pub mod output;
+pub mod progress;
+pub mod sample;
+pub mod values;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::config::Effective;
+use crate::env::EnvVars;
+use crate::exit::Exit;
+use failure::Failure;
+use logging::LogSettings;
+use options::CommonArgs;
+
+/// Runs the mixture-of-experts layers of large models across MPI ranks, every rank on the same kernels.
+#[derive(Debug, Parser)]
+#[command(name = "lockstep", version, max_term_width = 100, propagate_version = true, after_help = AFTER_HELP)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const AFTER_HELP: &str = "Exit codes: 0 fine, 1 wrong result, 2 bad input, 3 environment, 4 ranks disagree, 5 a peer \
+                          failed or a limit passed, 130 and 143 on Ctrl-C and SIGTERM, 101 a bug.";
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
+    Sample(sample::SampleArgs),
+}
+
+/// Parses `args` (the program's name first), runs the command, prints what went wrong, and gives the exit code.
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let env = match EnvVars::read() {
+        Ok(env) => env,
+        Err(error) => return end(&error.into()),
+    };
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Every rank was given the same arguments; one of them says what is wrong with these.
+            if speaks(&env) {
+                // A closed pipe is all that can go wrong, and then nobody reads this.
+                let _ = error.print();
+            }
+            // clap ends `--help` and `--version` with 0 and usage errors with 2, which are our codes as well.
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(Exit::BadInput.code()));
+        }
+    };
+    match dispatch(cli.command, &env) {
+        Ok(exit) => ExitCode::from(exit.code()),
+        Err(failure) => end(&failure),
+    }
+}
+
+fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
+    match command {
+        Command::Sample(args) => sample::run(&args, env),
+    }
+}
+
+fn end(failure: &Failure) -> ExitCode {
+    if let Some(message) = failure.message() {
+        output::note(message);
+    }
+    ExitCode::from(failure.exit().code())
+}
+
+/// Whether this process is the one to speak before MPI has started: the launcher's rank 0, or no launcher's at all.
+#[must_use]
+pub fn speaks(env: &EnvVars) -> bool {
+    ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"]
+        .iter()
+        .find_map(|name| env.launcher(name))
+        .is_none_or(|rank| rank == "0")
+}
+
+impl CommonArgs {
+    /// Resolves the deployment, starts logging, and says what is odd about the environment. Nothing to do any more
+    /// (`None`) where `--print-config` asked for the deployment alone.
+    ///
+    /// # Errors
+    /// If the deployment or the log filter is refused, or standard output cannot be written.
+    pub fn start(&self, env: &EnvVars) -> Result<Option<Effective>, Failure> {
+        let effective = self.deployment.effective(env)?;
+        if self.print_config {
+            if speaks(env) {
+                output::line(effective.to_string().trim_end())?;
+            }
+            return Ok(None);
+        }
+        LogSettings::new(self.log, env, &effective).start()?;
+        if speaks(env) {
+            for warning in &effective.warnings {
+                tracing::warn!("{warning}");
+            }
+        }
+        Ok(Some(effective))
+    }
+}
+
+#[cfg(test)]
+mod tests;
