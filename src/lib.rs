@@ -2,6 +2,8 @@
 //!
 //! The modules, in reading order; imports point to earlier lines only.
 
+#![cfg_attr(rustfmt, rustfmt_skip)]
+
 pub mod exit;
 pub mod ids;
 pub mod numerics;
@@ -9,6 +11,7 @@ pub mod routing;
 pub mod model;
 pub mod config;
 pub mod select;
+pub mod env;
 pub mod host;
 pub mod fault;
 pub mod world;
@@ -17,4 +20,5 @@ pub mod dispatch;
 pub mod backend;
 pub mod layer;
 pub mod report;
+pub mod sample;
 pub mod cli;

@@ -1,2 +1,7 @@
-//! placeholder
-fn main() {}
+//! The `lockstep` program: everything is in the library's `cli`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    lockstep::cli::main(std::env::args_os())
+}

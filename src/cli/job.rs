@@ -1,5 +1,6 @@
 //! The work that `run` and `verify` share: deal the input, open a session, run the steps, gather rows and counts.
 
+use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -13,8 +14,10 @@ use crate::report::{BytesReport, Decided, DecidedLayer, LayerOutcome, RankReport
 use crate::routing::{RoutingError, TopK};
 use crate::world::{Refusal, World};
 
-use super::values::{InputRef, Split};
+use super::options::{CommonArgs, WorkArgs};
 use super::progress::Progress;
+use super::values::{self, InputRef, Split};
+use super::world::Started;
 
 /// What can end a job.
 #[derive(Debug, thiserror::Error)]
@@ -128,8 +131,34 @@ pub struct Job<'a> {
     pub num_threads: usize,
     /// The best instruction set to use.
     pub isa: Isa,
-    /// Show progress on rank 0.
-    pub progress: Progress,
+    /// Bars on rank 0.
+    pub progress: &'a Progress,
+}
+
+impl<'a> Job<'a> {
+    /// What `work` and `common` ask for, of `layers`.
+    #[must_use]
+    pub fn new(
+        work: &'a WorkArgs,
+        common: &CommonArgs,
+        started: &'a Started,
+        layers: Option<Vec<LayerIdx>>,
+        progress: &'a Progress,
+    ) -> Self {
+        Self {
+            deployment: started.deployment(),
+            checkpoint: &work.checkpoint,
+            layers,
+            input: &work.input,
+            split: &work.split,
+            part: work.part.into(),
+            topk: work.topk.as_deref(),
+            steps: 1,
+            num_threads: started.num_threads,
+            isa: common.isa.into(),
+            progress,
+        }
+    }
 }
 
 /// One layer's output, complete on rank 0 and empty elsewhere.
@@ -169,7 +198,8 @@ struct Share {
 pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let begin = Instant::now();
     let share = world.agree(deal(world, job))?;
-    let bar = job.progress.bar("loading experts");
+    let bar = OnceCell::new();
+    let start_bar = |total| job.progress.steps("loading", total, "experts");
     let session = Session::open(
         world,
         &SessionOptions {
@@ -181,10 +211,10 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
             input_is_bf16: share.is_bf16,
             part: job.part,
             num_tokens: Some(share.most_rows),
-            progress: &|experts, total| bar.advance(experts, total),
+            progress: &|experts, total| bar.get_or_init(|| start_bar(total)).inc(experts),
         },
     )?;
-    bar.finish();
+    drop(bar);
     world.agree(check_width(job, &session, &share))?;
     let topk = world.agree(read_topk(job, &session, &share))?;
     let load_s = begin.elapsed().as_secs_f64();
@@ -283,7 +313,7 @@ fn run_steps(
     topk: &[Option<TopK>],
 ) -> Result<Steps, JobError> {
     session.enter_steps(world);
-    let bar = job.progress.bar("steps");
+    let bar = job.progress.steps("running", job.steps, "steps");
     let mut steps = Steps { layers: Vec::new(), step_us: Vec::new() };
     for step in 0..job.steps.max(1) {
         world.barrier();
@@ -294,7 +324,7 @@ fn run_steps(
             record(&mut steps.layers, position, output);
         }
         steps.step_us.push(begin.elapsed().as_secs_f64() * 1e6);
-        bar.advance(1, job.steps);
+        bar.inc(1);
     }
     bar.finish();
     Ok(steps)
@@ -392,6 +422,27 @@ fn gather_rows(world: &World, (session, share): (&Session, &Share), layers: Vec<
             LayerRows { layer, width: output.width, values: bytemuck::pod_collect_to_vec(&values), topk }
         })
         .collect()
+}
+
+impl From<values::Part> for Part {
+    fn from(part: values::Part) -> Self {
+        match part {
+            values::Part::Routed => Self::Routed,
+            values::Part::Shared => Self::Shared,
+            values::Part::Block => Self::Block,
+        }
+    }
+}
+
+impl From<values::IsaChoice> for Isa {
+    fn from(choice: values::IsaChoice) -> Self {
+        match choice {
+            values::IsaChoice::Auto => Self::detect(),
+            values::IsaChoice::Scalar => Self::Scalar,
+            values::IsaChoice::Avx2 => Self::Avx2,
+            values::IsaChoice::Avx512 => Self::Avx512,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,13 +4,18 @@ use half::bf16;
 
 use crate::checkpoint::{self, CheckpointError, OutputData, OutputTensor};
 use crate::exit::{Classify, Exit, Known};
-use crate::layer::Part;
 use crate::report::RunReport;
 use crate::world::{Refusal, World};
 
+use crate::env::EnvVars;
+
+use super::failure::Failure;
 use super::job::{self, Job, JobError, LayerRows, Results};
 use super::options::RunArgs;
+use super::output::{self, OutputError};
+use super::progress::Progress;
 use super::values::{LayerChoice, OutputDtype};
+use super::world::in_world;
 
 /// What can end `run`.
 #[derive(Debug, thiserror::Error)]
@@ -39,6 +44,31 @@ impl Classify for RunError {
     }
 }
 
+/// Runs the command.
+///
+/// # Errors
+/// What it fails with, after the other ranks have been told.
+pub fn command(args: &RunArgs, env: &EnvVars) -> Result<Exit, Failure> {
+    in_world(env, &args.common, |world, started| {
+        let layers = match &args.layers {
+            LayerChoice::All => None,
+            LayerChoice::List(layers) => Some(layers.clone()),
+        };
+        let progress = Progress::new(args.common.log.progress, world.rank().0);
+        let job = Job::new(&args.work, &args.common, started, layers, &progress);
+        let report = run(world, args, &Job { steps: args.steps as u64, ..job })?;
+        let shown = report.as_ref().map_or(Ok(()), |report| show(report, args.common.json));
+        world.agree(shown)?;
+        let passes = report.is_none_or(|report| report.passes());
+        let all = world.all_gather_u64([u64::from(passes)]);
+        Ok(if all[0] == [1] { Exit::Fine } else { Exit::WrongResult })
+    })
+}
+
+fn show(report: &RunReport, as_json: bool) -> Result<(), OutputError> {
+    if as_json { output::json(report) } else { output::line(report.to_string().trim_end()) }
+}
+
 /// Runs the job and writes what was asked for; collective. Rank 0 gets the report.
 ///
 /// # Errors
@@ -48,15 +78,6 @@ pub fn run(world: &World, args: &RunArgs, job: &Job<'_>) -> Result<Option<RunRep
     let written = if world.is_root() { write(args, &layers, report.as_ref()) } else { Ok(()) };
     world.agree(written)?;
     Ok(report)
-}
-
-/// The layers that a command names.
-#[must_use]
-pub fn layers_of(choice: &LayerChoice) -> Option<Vec<crate::ids::LayerIdx>> {
-    match choice {
-        LayerChoice::All => None,
-        LayerChoice::List(layers) => Some(layers.clone()),
-    }
 }
 
 fn write(args: &RunArgs, layers: &[LayerRows], report: Option<&RunReport>) -> Result<(), CheckpointError> {
@@ -97,14 +118,4 @@ fn topk_tensors(rows: &LayerRows) -> Vec<OutputTensor> {
 
 fn shape(num_values: usize, width: usize) -> Vec<usize> {
     vec![num_values / width.max(1), width]
-}
-
-impl From<super::values::Part> for Part {
-    fn from(part: super::values::Part) -> Self {
-        match part {
-            super::values::Part::Routed => Self::Routed,
-            super::values::Part::Shared => Self::Shared,
-            super::values::Part::Block => Self::Block,
-        }
-    }
 }

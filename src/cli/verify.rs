@@ -14,8 +14,14 @@ use crate::numerics::metrics::{self, Comparison};
 use crate::report::RunReport;
 use crate::world::{Refusal, World};
 
+use crate::env::EnvVars;
+
+use super::failure::Failure;
 use super::job::{self, Job, JobError, Results};
 use super::options::VerifyArgs;
+use super::output::{self, OutputError};
+use super::progress::Progress;
+use super::world::in_world;
 use super::values::OutputDtype;
 
 /// What can end `verify` without a verdict.
@@ -97,6 +103,25 @@ pub struct Verdict {
 
 /// Norms may differ by this much: it tells a wrong activation constant where relative L2 does not.
 const NORM_TOLERANCE: f64 = 0.01;
+
+/// Runs the command.
+///
+/// # Errors
+/// What it fails with, after the other ranks have been told.
+pub fn command(args: &VerifyArgs, env: &EnvVars) -> Result<Exit, Failure> {
+    in_world(env, &args.common, |world, started| {
+        let progress = Progress::new(args.common.log.progress, world.rank().0);
+        let job = Job::new(&args.work, &args.common, started, Some(vec![args.layer]), &progress);
+        let (verdict, exit) = verify(world, args, &job)?;
+        let shown = verdict.as_ref().map_or(Ok(()), |verdict| show(verdict, args.common.json));
+        world.agree(shown)?;
+        Ok(exit)
+    })
+}
+
+fn show(verdict: &Verdict, as_json: bool) -> Result<(), OutputError> {
+    if as_json { output::json(verdict) } else { output::line(verdict) }
+}
 
 /// Runs the layer and compares; collective. Rank 0 gets the verdict, the others its exit code only.
 ///

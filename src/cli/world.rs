@@ -134,7 +134,7 @@ fn join(env: &EnvVars) -> Result<World, Failure> {
 
 /// The deployment, the log and the world's size, agreed; `None` where only the configuration was to be printed.
 fn start(world: &World, env: &EnvVars, common: &CommonArgs) -> Result<Option<Started>, StartError> {
-    let Some(effective) = world.agree(common.start(world, env))? else { return Ok(None) };
+    let Some(effective) = world.agree(common.start(env, world.is_root()))? else { return Ok(None) };
     let limit = Duration::from_secs(effective.deployment.timeouts.start_s);
     world.enter(Phase { name: "start", limit });
     world.agree(world.fault(Stage::Start))?;

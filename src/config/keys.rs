@@ -3,6 +3,7 @@
 //! A key's environment variable is `LOCKSTEP_` and the last segment of its path in capitals. `version` has none: it
 //! says how the file is to be read.
 
+use super::nearest::{nearest, normalised};
 use super::scalar::{Scalar, ScalarError};
 use super::{
     Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, Deployment, Device, Dispatch, Jit,
@@ -47,6 +48,21 @@ impl Key {
     #[must_use]
     pub fn of_path(path: &str) -> Option<&'static Self> {
         KEYS.iter().find(|key| key.path == path)
+    }
+}
+
+/// The key of a path, or what to write in its place.
+///
+/// # Errors
+/// If there is none: the nearest path, or where the paths are listed.
+pub fn key_named(path: &str) -> Result<&'static Key, String> {
+    if let Some(key) = Key::of_path(path) {
+        return Ok(key);
+    }
+    let of_name = KEYS.iter().find(|key| key.name() == path).map(|key| key.path);
+    match of_name.or_else(|| nearest(&normalised(path), KEYS.iter().map(|key| key.path))) {
+        Some(path) => Err(format!("did you mean {path}?")),
+        None => Err("--print-config lists the keys".to_owned()),
     }
 }
 

@@ -25,7 +25,7 @@ mod tests;
 
 pub use choices::Choice;
 pub use error::{ConfigError, Place};
-pub use keys::{KEYS, Key};
+pub use keys::{KEYS, Key, key_named};
 pub use layers::{Effective, Origin, Override, Sources};
 
 use crate::numerics::activation::Activation;

@@ -11,6 +11,7 @@ use crate::dispatch::combine::{CombineMode, RowForm};
 use crate::dispatch::host::HostTransport;
 use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
 use crate::dispatch::placement::Placement;
+use crate::fault::Stage;
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
@@ -273,7 +274,7 @@ fn load_layers(
     let mut layers = Vec::new();
     for (manifest, decision) in plan.manifests.iter().zip(&plan.decisions) {
         let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } =
-            world.agree(loader.load(manifest, decision))?;
+            world.agree(faulty(world).and_then(|()| loader.load(manifest, decision)))?;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
         let transport = HostTransport {
@@ -295,6 +296,10 @@ fn load_layers(
         });
     }
     Ok(layers)
+}
+
+fn faulty(world: &World) -> Result<(), LayerError> {
+    Ok(world.fault(Stage::Load)?)
 }
 
 fn report_warnings(world: &World, checkpoint: &Checkpoint) {

@@ -1,0 +1,131 @@
+//! The command line: one file a command, each with its arguments, its call and its printing.
+//!
+//! Decides nothing that the library does not decide; prints through [`output`] alone.
+
+pub mod failure;
+pub mod job;
+pub mod logging;
+pub mod options;
+pub mod output;
+pub mod progress;
+pub mod run;
+pub mod sample;
+pub mod values;
+pub mod verify;
+pub mod world;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::config::Effective;
+use crate::env::EnvVars;
+use crate::exit::Exit;
+use failure::Failure;
+use logging::LogSettings;
+use options::CommonArgs;
+use world::StartError;
+
+/// Runs the mixture-of-experts layers of large models across MPI ranks, every rank on the same kernels.
+#[derive(Debug, Parser)]
+#[command(name = "lockstep", version, max_term_width = 100, propagate_version = true, after_help = AFTER_HELP)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const AFTER_HELP: &str = "Exit codes: 0 fine, 1 wrong result, 2 bad input, 3 environment, 4 ranks disagree, 5 a peer \
+                          failed or a limit passed, 130 and 143 on Ctrl-C and SIGTERM, 101 a bug.";
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Applies the MoE layers of a checkpoint to the rows of a tensor, over all ranks
+    Run(options::RunArgs),
+    /// Runs one layer and compares it with the reference or with expected values
+    Verify(options::VerifyArgs),
+    /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
+    Sample(sample::SampleArgs),
+}
+
+/// Parses `args` (the program's name first), runs the command, prints what went wrong, and gives the exit code.
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let env = match EnvVars::read() {
+        Ok(env) => env,
+        Err(error) => return end(&error.into()),
+    };
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => return usage(&env, &error),
+    };
+    match dispatch(cli.command, &env) {
+        Ok(exit) => ExitCode::from(exit.code()),
+        Err(failure) => end(&failure),
+    }
+}
+
+/// Help, or what is wrong with the command line: once, however many ranks were given it.
+fn usage(env: &EnvVars, error: &clap::Error) -> ExitCode {
+    // clap ends `--help` and `--version` with 0 and usage errors with 2, which are our codes as well.
+    let exit = Exit::from_code(u8::try_from(error.exit_code()).unwrap_or(Exit::BadInput.code()));
+    if exit != Exit::Fine && env.launched_size().is_some_and(|(_, size)| size > 1) {
+        // A rank that left with an error now could take the launcher's other ranks along before one has spoken.
+        let ended = world::refuse_usage(env, world::UsageError(error.render().to_string()));
+        return ended.map_or_else(|failure| end(&failure), |exit| ExitCode::from(exit.code()));
+    }
+    if speaks(env) {
+        // A closed pipe is all that can go wrong, and then nobody reads this.
+        let _ = error.print();
+    }
+    ExitCode::from(exit.code())
+}
+
+fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
+    match command {
+        Command::Run(args) => run::command(&args, env),
+        Command::Verify(args) => verify::command(&args, env),
+        Command::Sample(args) => sample::run(&args, env),
+    }
+}
+
+fn end(failure: &Failure) -> ExitCode {
+    if let Some(message) = failure.message() {
+        output::note(message);
+    }
+    ExitCode::from(failure.exit().code())
+}
+
+/// Whether this process is the one to speak before MPI has started: the launcher's rank 0, or no launcher's at all.
+#[must_use]
+pub fn speaks(env: &EnvVars) -> bool {
+    env.launched_rank().is_none_or(|rank| rank == 0)
+}
+
+impl CommonArgs {
+    /// Resolves the deployment, starts logging, and says what is odd about the environment. Nothing to do any more
+    /// (`None`) where `--print-config` asked for the deployment alone.
+    ///
+    /// # Errors
+    /// If the deployment or the log filter is refused, or standard output cannot be written.
+    pub fn start(&self, env: &EnvVars, is_root: bool) -> Result<Option<Effective>, StartError> {
+        let effective = self.deployment.effective(env)?;
+        if self.print_config {
+            if is_root {
+                output::line(effective.to_string().trim_end())?;
+            }
+            return Ok(None);
+        }
+        LogSettings::new(self.log, env, &effective).start()?;
+        if is_root {
+            for warning in &effective.warnings {
+                tracing::warn!("{warning}");
+            }
+        }
+        Ok(Some(effective))
+    }
+}
+
+#[cfg(test)]
+mod tests;
