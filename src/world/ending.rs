@@ -20,6 +20,11 @@ pub(super) fn remember_rank(rank: Rank, size: usize) {
     let _ = PLACE.set((rank, size));
 }
 
+/// What [`remember_rank`] was told.
+pub(super) fn place() -> Option<(Rank, usize)> {
+    PLACE.get().copied()
+}
+
 /// Makes a panic on any thread say its rank and end all ranks.
 ///
 /// Without it the others would wait in a collective for ever: rsmpi finalises when it is dropped, and finalising waits.

@@ -7,6 +7,7 @@ mod agree;
 mod ending;
 mod exchange;
 mod roll;
+mod signals;
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
@@ -25,6 +26,7 @@ use roll::Roll;
 pub use agree::Refusal;
 pub use ending::{abort_job, install_panic_hook};
 pub use exchange::{Parts, num_rounds};
+pub use signals::end_on_signals;
 
 /// Errors of the world itself.
 #[derive(Debug, thiserror::Error)]
