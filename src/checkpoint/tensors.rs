@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 /// The bytes of one tensor: a private mapping of exactly its file range, or memory (tests, samples).
 ///
-/// Dropping it unmaps the range, so that a packed weight is not resident twice.
+/// Dropping it unmaps the range, so that a packed weight is not resident twice. The bytes of multi-byte values need not be
+/// aligned: a header may have any length.
 #[derive(Debug, Clone)]
 pub enum TensorBytes {
     /// Mapped from a file.
@@ -65,4 +66,24 @@ pub struct ExpertTensors {
     pub up: Projection,
     /// `[hidden, intermediate]`
     pub down: Projection,
+}
+
+/// The router of a layer.
+#[derive(Debug, Clone)]
+pub struct RouterTensors {
+    /// `[num_experts, hidden]` in bf16 or f32.
+    pub weight: Projection,
+    /// `[num_experts]` the correction bias, where the method adds one; finite.
+    pub bias: Option<Vec<f32>>,
+}
+
+/// Kimi K3's projections around the routed experts.
+#[derive(Debug, Clone)]
+pub struct LatentTensors {
+    /// `[expert_hidden, hidden]` in bf16 or f32.
+    pub down: Projection,
+    /// `[hidden, expert_hidden]` in bf16 or f32.
+    pub up: Projection,
+    /// `[expert_hidden]` the weight of the norm after the routed sum, where there is one; finite.
+    pub norm: Option<Vec<f32>>,
 }
