@@ -114,6 +114,30 @@ impl EnvVars {
         self.launcher.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
+    /// The first of `names` that holds a number.
+    fn launched(&self, names: &[&str]) -> Option<u32> {
+        names.iter().find_map(|name| self.launcher(name)?.parse().ok())
+    }
+
+    /// The rank that a launcher gave this process, whether or not MPI knows of it.
+    #[must_use]
+    pub fn launched_rank(&self) -> Option<u32> {
+        self.launched(&["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"])
+    }
+
+    /// The number of processes that a launcher says it started, whether or not MPI knows of them.
+    ///
+    /// Slurm's numbers count only in a task (`SLURM_PROCID`): the shell of an allocation has `SLURM_NTASKS` as well.
+    #[must_use]
+    pub fn launched_size(&self) -> Option<u32> {
+        let of_mpi = self.launched(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]);
+        let of_slurm = || {
+            self.launcher("SLURM_PROCID")?;
+            self.launched(&["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])
+        };
+        of_mpi.or_else(of_slurm)
+    }
+
     /// `LOCKSTEP_LOG`: a filter such as `debug` or `lockstep::dispatch=trace,info`.
     #[must_use]
     pub fn log_filter(&self) -> Option<&str> {
@@ -164,6 +188,25 @@ mod tests {
         assert_eq!(vars.launcher("SLURM_NTASKS"), Some("4"));
         assert_eq!(vars.launcher("PATH"), None);
         assert_eq!((vars.home.as_deref(), vars.xdg_cache_home.as_deref()), (None, Some("/c")));
+    }
+
+    #[test]
+    fn launchers_are_taken_at_their_word() {
+        let of = |pairs: &[(&str, &str)]| {
+            let vars = vars(pairs);
+            (vars.launched_rank(), vars.launched_size())
+        };
+        assert_eq!(of(&[]), (None, None));
+        assert_eq!(of(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "2")]), (Some(2), Some(4)));
+        assert_eq!(of(&[("SLURM_NTASKS", "4")]), (None, None), "the shell of an allocation is no task");
+        assert_eq!(of(&[("PMI_SIZE", "4"), ("PMI_RANK", "1")]), (Some(1), Some(4)));
+        let inside = [
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_RANK", "0"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_PROCID", "0"),
+        ];
+        assert_eq!(of(&inside), (Some(0), Some(2)), "mpirun inside a job");
     }
 
     #[test]

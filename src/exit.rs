@@ -42,8 +42,25 @@ impl Exit {
     }
 }
 
+/// Which ranks know of an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Known {
+    /// This one alone: the others may be waiting for it.
+    Here,
+    /// All of them, by agreement; one rank prints it.
+    Everywhere {
+        /// Whether this rank is the one.
+        speaks: bool,
+    },
+}
+
 /// An error that knows the exit code it deserves.
 pub trait Classify: std::error::Error {
     /// The exit code of a process that ends with this error.
     fn exit(&self) -> Exit;
+
+    /// Which ranks know of it. Errors that wrap an agreed one pass on its answer.
+    fn known(&self) -> Known {
+        Known::Here
+    }
 }

@@ -81,10 +81,7 @@ fn end(failure: &Failure) -> ExitCode {
 /// Whether this process is the one to speak before MPI has started: the launcher's rank 0, or no launcher's at all.
 #[must_use]
 pub fn speaks(env: &EnvVars) -> bool {
-    ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"]
-        .iter()
-        .find_map(|name| env.launcher(name))
-        .is_none_or(|rank| rank == "0")
+    env.launched_rank().is_none_or(|rank| rank == 0)
 }
 
 impl CommonArgs {
