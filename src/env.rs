@@ -114,28 +114,20 @@ impl EnvVars {
         self.launcher.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// The first of `names` that holds a number.
-    fn launched(&self, names: &[&str]) -> Option<u32> {
-        names.iter().find_map(|name| self.launcher(name)?.parse().ok())
+    /// The launcher's number of processes, with the variable that says it.
+    #[must_use]
+    pub fn launched_size(&self) -> Option<(&str, u32)> {
+        let sizes = ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"];
+        // SLURM_NTASKS is also set in a batch script that launched nothing; a task has a rank.
+        let is_task = |name: &str| name != "SLURM_NTASKS" || self.launcher("SLURM_PROCID").is_some();
+        sizes.into_iter().filter(|name| is_task(name)).find_map(|name| Some((name, self.launcher(name)?.parse().ok()?)))
     }
 
-    /// The rank that a launcher gave this process, whether or not MPI knows of it.
+    /// The launcher's number of this process.
     #[must_use]
     pub fn launched_rank(&self) -> Option<u32> {
-        self.launched(&["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"])
-    }
-
-    /// The number of processes that a launcher says it started, whether or not MPI knows of them.
-    ///
-    /// Slurm's numbers count only in a task (`SLURM_PROCID`): the shell of an allocation has `SLURM_NTASKS` as well.
-    #[must_use]
-    pub fn launched_size(&self) -> Option<u32> {
-        let of_mpi = self.launched(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]);
-        let of_slurm = || {
-            self.launcher("SLURM_PROCID")?;
-            self.launched(&["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"])
-        };
-        of_mpi.or_else(of_slurm)
+        let ranks = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
+        ranks.into_iter().find_map(|name| self.launcher(name)?.parse().ok())
     }
 
     /// `LOCKSTEP_LOG`: a filter such as `debug` or `lockstep::dispatch=trace,info`.
@@ -194,7 +186,7 @@ mod tests {
     fn launchers_are_taken_at_their_word() {
         let of = |pairs: &[(&str, &str)]| {
             let vars = vars(pairs);
-            (vars.launched_rank(), vars.launched_size())
+            (vars.launched_rank(), vars.launched_size().map(|(_, size)| size))
         };
         assert_eq!(of(&[]), (None, None));
         assert_eq!(of(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "2")]), (Some(2), Some(4)));
