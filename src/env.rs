@@ -183,6 +183,25 @@ mod tests {
     }
 
     #[test]
+    fn launchers_are_taken_at_their_word() {
+        let of = |pairs: &[(&str, &str)]| {
+            let vars = vars(pairs);
+            (vars.launched_rank(), vars.launched_size().map(|(_, size)| size))
+        };
+        assert_eq!(of(&[]), (None, None));
+        assert_eq!(of(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "2")]), (Some(2), Some(4)));
+        assert_eq!(of(&[("SLURM_NTASKS", "4")]), (None, None), "the shell of an allocation is no task");
+        assert_eq!(of(&[("PMI_SIZE", "4"), ("PMI_RANK", "1")]), (Some(1), Some(4)));
+        let inside = [
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_RANK", "0"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_PROCID", "0"),
+        ];
+        assert_eq!(of(&inside), (Some(0), Some(2)), "mpirun inside a job");
+    }
+
+    #[test]
     fn refuses_bytes_in_its_own_variables_only() {
         let bad = || OsString::from_vec(vec![0xff]);
         assert!(EnvVars::from_pairs([("PATH".into(), bad())]).is_ok());

@@ -68,7 +68,7 @@ mod tests {
     fn a_message_carries_its_causes() {
         let source = std::io::Error::other("the disk is on fire");
         let failure = Failure::from(ConfigError::of_read("x.yaml", source));
-        assert_eq!(failure.exit(), Exit::BadInput);
+        assert_eq!((failure.exit(), failure.known()), (Exit::BadInput, Known::Here));
         assert_eq!(
             failure.to_string(),
             "lockstep: error: cannot read the deployment file x.yaml\n  caused by: the disk is on fire"
@@ -79,5 +79,6 @@ mod tests {
     fn what_was_said_elsewhere_is_not_said_again() {
         let failure = Failure::said_elsewhere(Exit::PeerFailed);
         assert_eq!((failure.exit(), failure.message()), (Exit::PeerFailed, None));
+        assert_eq!(failure.known(), Known::Everywhere { speaks: false });
     }
 }

@@ -5,14 +5,18 @@
 //! stopped there would leave its peers waiting.
 
 use std::fmt::Display;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use indicatif::MultiProgress;
+use indicatif::{MultiProgress, ProgressDrawTarget, TermLike};
 use serde::Serialize;
 
+use super::values::ProgressChoice;
 use crate::exit::{Classify, Exit};
+
+/// Bars are drawn so often where standard error is a pipe, whose other end may be slow.
+const PIPE_DRAWS_PER_S: u8 = 4;
 
 /// Set once standard output's reader has gone.
 static IS_CLOSED: AtomicBool = AtomicBool::new(false);
@@ -89,6 +93,17 @@ pub fn note(text: impl Display) {
     let _ = LogWriter.write_all(format!("{text}\n").as_bytes());
 }
 
+/// Where bars are drawn; `None`: nowhere.
+pub(super) fn bar_target(choice: ProgressChoice) -> Option<ProgressDrawTarget> {
+    match (choice, io::stderr().is_terminal()) {
+        (ProgressChoice::Auto | ProgressChoice::Always, true) => Some(ProgressDrawTarget::stderr()),
+        (ProgressChoice::Always, false) => {
+            Some(ProgressDrawTarget::term_like_with_hz(Box::new(Pipe), PIPE_DRAWS_PER_S))
+        }
+        (ProgressChoice::Never, _) | (ProgressChoice::Auto, false) => None,
+    }
+}
+
 /// Tells this door of the bars that it has to write around; the first caller's stand.
 pub(super) fn write_around(bars: &MultiProgress) {
     let _ = BARS.set(bars.clone());
@@ -106,6 +121,58 @@ impl Write for LogWriter {
     }
 
     fn flush(&mut self) -> io::Result<()> {
+        io::stderr().lock().flush()
+    }
+}
+
+/// Standard error as a terminal of fixed size behind a pipe: `mpirun` hands what ranks write to its own terminal.
+#[derive(Debug)]
+struct Pipe;
+
+impl Pipe {
+    fn put(&self, text: &str) -> io::Result<()> {
+        io::stderr().lock().write_all(text.as_bytes())
+    }
+
+    fn move_cursor(&self, n: usize, direction: char) -> io::Result<()> {
+        if n == 0 { Ok(()) } else { self.put(&format!("\x1b[{n}{direction}")) }
+    }
+}
+
+impl TermLike for Pipe {
+    fn width(&self) -> u16 {
+        79
+    }
+
+    fn move_cursor_up(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'A')
+    }
+
+    fn move_cursor_down(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'B')
+    }
+
+    fn move_cursor_right(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'C')
+    }
+
+    fn move_cursor_left(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'D')
+    }
+
+    fn write_line(&self, text: &str) -> io::Result<()> {
+        self.put(&format!("{text}\n"))
+    }
+
+    fn write_str(&self, text: &str) -> io::Result<()> {
+        self.put(text)
+    }
+
+    fn clear_line(&self) -> io::Result<()> {
+        self.put("\r\x1b[2K")
+    }
+
+    fn flush(&self) -> io::Result<()> {
         io::stderr().lock().flush()
     }
 }

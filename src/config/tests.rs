@@ -67,6 +67,27 @@ fn defaults_are_the_tables() {
     insta::assert_snapshot!(Effective::default().to_string());
 }
 
+/// `topology/laptop.yaml` says of itself that it holds the defaults.
+#[test]
+fn the_laptop_is_the_default() {
+    let effective = resolve(include_bytes!("../../topology/laptop.yaml")).expect("loads");
+    assert_eq!(effective.deployment, Deployment::default());
+}
+
+/// The documentation has a row for every key, with its variable and default.
+#[test]
+fn the_documentation_lists_every_key() {
+    let text = include_str!("../../docs/configuration.md");
+    let effective = Effective::default();
+    for (key, default, _) in effective.entries() {
+        let variable = key.variable().map_or_else(|| "none".to_owned(), |variable| format!("`{variable}`"));
+        let row = format!("| `{}` | {variable} | `{default}` | ", key.path);
+        assert!(text.contains(&row), "docs/configuration.md has no row that begins with {row}");
+    }
+    let num_rows = text.lines().filter(|line| line.starts_with("| `") && line.contains("LOCKSTEP_")).count();
+    assert_eq!(num_rows, KEYS.len() - 1, "rows of keys that do not exist");
+}
+
 #[test]
 fn every_variable_is_one_key() {
     let mut variables: Vec<String> = KEYS.iter().filter_map(Key::variable).collect();

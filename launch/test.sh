@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Everything that CI runs: form, lints, documentation, shell scripts, tests. Arguments go to the test runner.
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+. "$(dirname "$0")/lib.sh"
+cd "$root"
+
+if [ "${1:-}" = --help ]; then
+    cat <<'EOF'
+Usage: launch/test.sh [ARGUMENTS OF THE TEST RUNNER...]
+
+Checks formatting, lints (warnings are errors), documentation, and shell scripts, then runs all tests: with cargo nextest
+where it is there, else with cargo test. Ends in the runner's own summary. Needs Open MPI, and shellcheck, which it
+installs where it is missing.
+EOF
+    exit 0
+fi
+
+find_cargo
+step() { say "== $*"; }
+
+step formatting
+"${cargo[@]}" fmt --all --check
+step lints
+"${cargo[@]}" clippy --locked --all-targets -- -D warnings
+step documentation
+RUSTDOCFLAGS="-D warnings" "${cargo[@]}" doc --locked --no-deps --document-private-items
+step shell scripts
+command -v shellcheck >/dev/null || install_missing shellcheck
+command -v shellcheck >/dev/null || fail 3 "shellcheck is not there; install it and run this again"
+shellcheck --external-sources launch/*.sh .ci/run
+
+# More ranks than cores: waiting ranks have to yield.
+export OMPI_MCA_mpi_yield_when_idle=1
+if [ "$(id -u)" -eq 0 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+if "${cargo[@]}" nextest --version >/dev/null 2>&1; then
+    step examples in the documentation
+    "${cargo[@]}" test --locked --doc --quiet
+    step tests
+    exec "${cargo[@]}" nextest run --locked --no-fail-fast "$@"
+fi
+step tests
+exec "${cargo[@]}" test --locked --no-fail-fast "$@"

@@ -1,0 +1,185 @@
+//! The shell launchers: what they would run, what they refuse, what they pass through.
+#![expect(clippy::unwrap_used, reason = "a test that cannot start its command has failed")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn script(name: &str) -> Command {
+    let mut command = Command::new(root().join("launch").join(name));
+    for (variable, _) in std::env::vars_os() {
+        if variable.to_string_lossy().starts_with("LOCKSTEP_") {
+            command.env_remove(variable);
+        }
+    }
+    command
+}
+
+fn output(command: &mut Command) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (status.code().unwrap(), text(stdout), text(stderr))
+}
+
+/// The command that would run, without the assignments, which depend on user and machine.
+fn dry_run(args: &[&str]) -> String {
+    let (code, stdout, stderr) = output(script("mpirun.sh").args(["--dry-run", "--binary", "lockstep"]).args(args));
+    assert_eq!(code, 0, "{stderr}");
+    assert_eq!(stdout.lines().count(), 1, "{stdout}");
+    let start = stdout.find("mpirun ").unwrap();
+    stdout[start..].trim_end().to_owned()
+}
+
+#[test]
+fn both_spellings_of_an_option_are_one() {
+    let wanted = "mpirun -n 3 --oversubscribe --bind-to none lockstep run --moe-backend=simd --deployment=a\\ b.yaml --checkpoint c";
+    let separate = ["--ranks", "3", "--moe-backend", "simd", "--deployment", "a b.yaml", "run", "--checkpoint", "c"];
+    let joined = ["--ranks=3", "--moe-backend=simd", "--deployment=a b.yaml", "run", "--checkpoint", "c"];
+    assert_eq!(dry_run(&separate), wanted);
+    assert_eq!(dry_run(&joined), wanted);
+}
+
+#[test]
+fn what_follows_the_command_is_lockstep_s() {
+    assert_eq!(
+        dry_run(&["verify", "--ranks", "--dry-run", "--help"]),
+        "mpirun -n 4 --oversubscribe --bind-to none lockstep verify --ranks --dry-run --help"
+    );
+}
+
+#[test]
+fn hosts_are_handed_to_mpirun() {
+    let line = dry_run(&["--ranks", "8", "--hosts", "a:4,b:4", "--mpi-arg", "--map-by", "--mpi-arg=node", "run"]);
+    assert_eq!(line, "mpirun -n 8 --host a:4\\,b:4 --bind-to none --map-by node lockstep run");
+}
+
+#[test]
+fn variables_reach_all_ranks() {
+    let mut command = script("mpirun.sh");
+    command.args(["--dry-run", "--binary", "lockstep", "run"]);
+    command.env("LOCKSTEP_STEP_S", "5").env("LOCKSTEP_BACKEND", "simd").env("OTHER", "1");
+    let (_, stdout, _) = output(&mut command);
+    assert!(stdout.contains("-x LOCKSTEP_BACKEND -x LOCKSTEP_STEP_S "), "{stdout}");
+    assert!(!stdout.contains("OTHER"), "{stdout}");
+}
+
+#[test]
+fn usage_errors_end_with_2_and_name_the_option() {
+    for (args, named) in [
+        (&[][..], "no command"),
+        (&["--ranks"], "--ranks needs a value"),
+        (&["--ranks="], "--ranks needs a value"),
+        (&["--ranks", "--dry-run", "run"], "--ranks needs a value, found the option --dry-run"),
+        (&["--moe-backend", "", "run"], "--moe-backend needs a value"),
+        (&["--ranks", "0", "run"], "--ranks takes a whole number of at least 1, found 0"),
+        (&["--ranks", "two", "run"], "found two"),
+        (&["--rank", "2", "run"], "unknown option --rank"),
+        (&["--hosts", "a", "--hostfile", "b", "run"], "not both"),
+        (&["--hostfile", "/nowhere", "run"], "/nowhere"),
+    ] {
+        let (code, stdout, stderr) = output(script("mpirun.sh").args(args));
+        assert_eq!(code, 2, "{args:?}: {stderr}");
+        assert!(stderr.contains(named), "{args:?}: {stderr}");
+        assert!(stdout.is_empty() && stderr.lines().count() == 1, "{args:?}: one line: {stderr}");
+    }
+}
+
+#[test]
+fn a_missing_program_is_the_environment_s_fault() {
+    let (code, _, stderr) = output(script("mpirun.sh").args(["--binary", "/nowhere/lockstep", "run"]));
+    assert_eq!(code, 3, "{stderr}");
+    assert!(stderr.contains("cargo build --release"), "{stderr}");
+}
+
+#[test]
+fn help_lists_every_option() {
+    let (code, stdout, _) = output(script("mpirun.sh").arg("--help"));
+    assert_eq!(code, 0);
+    let source = fs::read_to_string(root().join("launch/mpirun.sh")).unwrap();
+    let mut num_options = 0;
+    // Patterns of the option loop, as in `    --ranks) ...` and `    --help | -h)`.
+    for line in source.lines().filter_map(|line| line.strip_prefix("    --")) {
+        let name = line.split([')', ' ', '=']).next().unwrap();
+        assert!(name.is_empty() || stdout.contains(&format!("--{name}")), "--{name} is not in the help");
+        num_options += 1;
+    }
+    assert!(num_options >= 9, "only {num_options} options were found");
+    for script_name in ["quickstart.sh", "test.sh"] {
+        let (code, stdout, _) = output(script(script_name).arg("--help"));
+        assert_eq!(code, 0, "{script_name}");
+        assert!(stdout.starts_with("Usage: launch/"), "{script_name}: {stdout}");
+    }
+}
+
+fn has_mpirun() -> bool {
+    Command::new("mpirun").arg("--version").output().is_ok_and(|output| output.status.success())
+}
+
+/// A program for the ranks: prints what reached it, and ends with the code it was told.
+fn probe(dir: &Path) -> PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let path = dir.join("probe");
+    fs::write(&path, "#!/bin/sh\necho \"got $LOCKSTEP_NAME $*\"\nexit \"${LOCKSTEP_CODE:-0}\"\n").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+#[test]
+fn ranks_get_variables_and_arguments_and_their_exit_code_comes_back() {
+    assert!(has_mpirun(), "these tests need Open MPI, as in: apt-get install openmpi-bin");
+    let dir = tempfile::tempdir().unwrap();
+    let probe = probe(dir.path());
+    let run = |code: &str| {
+        let mut command = script("mpirun.sh");
+        command.args(["--ranks", "3", "--binary"]).arg(&probe).args(["run", "a b", "--json"]);
+        output(command.env("LOCKSTEP_NAME", "x y").env("LOCKSTEP_CODE", code))
+    };
+    let (code, stdout, stderr) = run("0");
+    assert_eq!((code, stdout.as_str()), (0, "got x y run a b --json\n".repeat(3).as_str()), "{stderr}");
+    for code in [1, 2, 5] {
+        assert_eq!(run(&code.to_string()).0, code);
+    }
+}
+
+/// A search path with a cargo of this version, the few tools that the scripts use, and no rustup.
+fn path_with_cargo(dir: &Path, version: &str) {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    for tool in ["sed", "head", "sort", "dirname", "basename", "grep"] {
+        let found = ["/usr/bin", "/bin"].iter().map(|bin| Path::new(bin).join(tool)).find(|path| path.exists());
+        symlink(found.unwrap(), dir.join(tool)).unwrap();
+    }
+    let cargo = dir.join("cargo");
+    fs::write(&cargo, format!("#!/bin/sh\necho 'cargo {version} (abc 2020-01-01)'\n")).unwrap();
+    fs::set_permissions(&cargo, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn an_old_cargo_without_rustup_is_said_in_one_line() {
+    let wanted = env!("CARGO_PKG_RUST_VERSION");
+    for (version, is_new_enough) in [("1.88.0", false), ("1.9.0", false), ("1.89.0", true), ("1.100.0-nightly", true)] {
+        let dir = tempfile::tempdir().unwrap();
+        path_with_cargo(dir.path(), version);
+        let mut command = Command::new("/bin/bash");
+        command.args(["-c", ". launch/lib.sh; find_cargo; echo \"${cargo[@]}\""]).current_dir(root());
+        command.env("PATH", dir.path()).env("HOME", dir.path()).env_remove("CARGO_HOME");
+        let (code, stdout, stderr) = output(&mut command);
+        if is_new_enough {
+            assert_eq!((code, stdout.as_str()), (0, "cargo\n"), "{version}: {stderr}");
+        } else {
+            assert_eq!(code, 3, "{version}: {stdout}");
+            assert_eq!(stderr.lines().count(), 1, "{version}: {stderr}");
+            assert!(stderr.contains(&format!("Rust {wanted}")) && stderr.contains("rustup"), "{version}: {stderr}");
+        }
+    }
+}
+
+#[test]
+fn quickstart_takes_no_options() {
+    let (code, _, stderr) = output(script("quickstart.sh").arg("--fast"));
+    assert_eq!(code, 2);
+    assert!(stderr.contains("--fast"), "{stderr}");
+}
