@@ -4,6 +4,7 @@ use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use half::bf16;
 use safetensors::Dtype;
@@ -30,6 +31,8 @@ pub enum OutputData {
     Bf16(Vec<bf16>),
     /// Written as F32.
     F32(Vec<f32>),
+    /// 32-bit integers, as expert ids.
+    I32(Vec<i32>),
 }
 
 /// An output.
@@ -62,6 +65,7 @@ impl OutputTensor {
         let (dtype, bytes) = match &self.data {
             OutputData::Bf16(values) => (Dtype::BF16, bytemuck::cast_slice(values)),
             OutputData::F32(values) => (Dtype::F32, bytemuck::cast_slice(values)),
+            OutputData::I32(values) => (Dtype::I32, bytemuck::cast_slice(values)),
         };
         TensorView { name, dtype, shape: &self.shape, bytes }
     }
@@ -78,6 +82,20 @@ pub fn write_tensors(path: &Path, tensors: &[TensorView<'_>]) -> Result<(), Chec
     let mut sorted: Vec<_> = tensors.to_vec();
     sorted.sort_by_key(|tensor| tensor.name);
     let header = header(&sorted)?;
+    write_atomically(path, &|out| {
+        out.write_all(&header)?;
+        sorted.iter().try_for_each(|tensor| out.write_all(tensor.bytes))
+    })
+}
+
+/// Writes a file in one step: a temporary file beside it, filled by `fill`, synced, then renamed over `path`.
+///
+/// # Errors
+/// If writing fails; what was at `path` before is still there then.
+pub fn write_atomically(
+    path: &Path,
+    fill: &dyn Fn(&mut dyn Write) -> std::io::Result<()>,
+) -> Result<(), CheckpointError> {
     let failed = |source| CheckpointError::Write { path: path.to_owned(), source };
     let dir = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
@@ -91,17 +109,47 @@ pub fn write_tensors(path: &Path, tensors: &[TensorView<'_>]) -> Result<(), Chec
         .permissions(permissions)
         .tempfile_in(&dir)
         .map_err(failed)?;
+    let _unfinished = Unfinished::new(temporary.path());
     let mut out = BufWriter::new(temporary.as_file_mut());
-    out.write_all(&header).map_err(failed)?;
-    for tensor in &sorted {
-        out.write_all(tensor.bytes).map_err(failed)?;
-    }
+    fill(&mut out).map_err(failed)?;
     out.flush().map_err(failed)?;
     drop(out);
     temporary.as_file().sync_all().map_err(failed)?;
     temporary.persist(path).map_err(|error| failed(error.error))?;
     // The rename itself is durable once the directory is synced.
     File::open(&dir).and_then(|dir| dir.sync_all()).map_err(failed)
+}
+
+/// Temporary files that are being written: a signal ends the process without running destructors.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// A temporary file while it is being written.
+struct Unfinished(PathBuf);
+
+impl Unfinished {
+    fn new(path: &Path) -> Self {
+        if let Ok(mut paths) = UNFINISHED.lock() {
+            paths.push(path.to_owned());
+        }
+        Self(path.to_owned())
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Ok(mut paths) = UNFINISHED.lock() {
+            paths.retain(|path| *path != self.0);
+        }
+    }
+}
+
+/// Removes what is being written, for a process that ends at once.
+pub fn remove_unfinished() {
+    let Ok(paths) = UNFINISHED.lock() else { return };
+    for path in &*paths {
+        // The file may have got its name in the meantime, or was never made: either way nothing half-written is left.
+        let _ = std::fs::remove_file(path);
+    }
 }
 
 /// Length prefix and JSON, padded with spaces so that the data starts at a multiple of 8.

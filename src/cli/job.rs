@@ -1,11 +1,10 @@
 //! The work that `run` and `verify` share: deal the input, open a session, run the steps, gather rows and counts.
 
-use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use crate::backend::Isa;
-use crate::checkpoint::{self, CheckpointError, Matrix};
+use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
 use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
@@ -27,7 +26,7 @@ pub enum JobError {
     Read(#[from] CheckpointError),
     /// The session.
     #[error(transparent)]
-    Layer(#[from] LayerError),
+    Layer(Box<LayerError>),
     /// Some rank failed; all end.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -86,6 +85,13 @@ pub enum JobError {
         #[source]
         source: RoutingError,
     },
+}
+
+impl From<LayerError> for JobError {
+    fn from(error: LayerError) -> Self {
+        // Boxed: it is far larger than what most jobs end with.
+        Self::Layer(Box::new(error))
+    }
 }
 
 impl Classify for JobError {
@@ -185,6 +191,7 @@ pub struct Results {
 /// This rank's share of the input.
 struct Share {
     rows: std::ops::Range<usize>,
+    width: usize,
     hidden: Vec<f32>,
     is_bf16: bool,
     /// The most rows of any rank.
@@ -198,8 +205,7 @@ struct Share {
 pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let begin = Instant::now();
     let share = world.agree(deal(world, job))?;
-    let bar = OnceCell::new();
-    let start_bar = |total| job.progress.steps("loading", total, "experts");
+    let bar = job.progress.bar("loading experts");
     let session = Session::open(
         world,
         &SessionOptions {
@@ -211,10 +217,10 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
             input_is_bf16: share.is_bf16,
             part: job.part,
             num_tokens: Some(share.most_rows),
-            progress: &|experts, total| bar.get_or_init(|| start_bar(total)).inc(experts),
+            progress: &|done, total| bar.advance(done, total),
         },
     )?;
-    drop(bar);
+    bar.finish();
     world.agree(check_width(job, &session, &share))?;
     let topk = world.agree(read_topk(job, &session, &share))?;
     let load_s = begin.elapsed().as_secs_f64();
@@ -249,7 +255,7 @@ fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     use crate::config::Payload;
 
     let matrix: Matrix = checkpoint::read_activations(&job.input.path, job.input.tensor.as_deref())?;
-    let is_bf16 = matrix.is_bf16();
+    let is_bf16 = matrix.dtype == MatrixDtype::Bf16;
     let payload = match job.deployment.dispatch.payload {
         Payload::Bf16 => Some("bf16"),
         Payload::Nvfp4 => Some("nvfp4"),
@@ -260,20 +266,19 @@ fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     {
         return Err(JobError::InputDtype { path: job.input.path.clone(), payload });
     }
-    let dealt = deal_rows(job.split, matrix.rows, world.size())?;
+    let dealt = deal_rows(job.split, matrix.num_rows, world.size())?;
     let start = dealt[..world.rank().index()].iter().sum();
     let rows = start..start + dealt[world.rank().index()];
-    let hidden = matrix.rows_f32(rows.clone());
-    Ok(Share { rows, hidden, is_bf16, most_rows: dealt.iter().copied().max().unwrap_or_default() })
+    let hidden = matrix.values[rows.start * matrix.num_columns..rows.end * matrix.num_columns].to_vec();
+    Ok(Share { rows, width: matrix.num_columns, hidden, is_bf16, most_rows: dealt.iter().copied().max().unwrap_or_default() })
 }
 
 fn check_width(job: &Job<'_>, session: &Session, share: &Share) -> Result<(), JobError> {
     let wanted = session.geometry().hidden;
-    // The width is the same on all ranks; a rank without rows knows nothing and has nothing to check.
-    if share.hidden.len() == share.rows.len() * wanted {
+    if share.width == wanted {
         return Ok(());
     }
-    Err(JobError::Hidden { path: job.input.path.clone(), found: share.hidden.len() / share.rows.len().max(1), wanted })
+    Err(JobError::Hidden { path: job.input.path.clone(), found: share.width, wanted })
 }
 
 /// This rank's rows of `--topk`, for each layer.
@@ -313,7 +318,7 @@ fn run_steps(
     topk: &[Option<TopK>],
 ) -> Result<Steps, JobError> {
     session.enter_steps(world);
-    let bar = job.progress.steps("running", job.steps, "steps");
+    let bar = job.progress.bar("running steps");
     let mut steps = Steps { layers: Vec::new(), step_us: Vec::new() };
     for step in 0..job.steps.max(1) {
         world.barrier();
@@ -324,7 +329,7 @@ fn run_steps(
             record(&mut steps.layers, position, output);
         }
         steps.step_us.push(begin.elapsed().as_secs_f64() * 1e6);
-        bar.inc(1);
+        bar.advance(step + 1, job.steps);
     }
     bar.finish();
     Ok(steps)

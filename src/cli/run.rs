@@ -12,7 +12,7 @@ use crate::env::EnvVars;
 use super::failure::Failure;
 use super::job::{self, Job, JobError, LayerRows, Results};
 use super::options::RunArgs;
-use super::output::{self, OutputError};
+use super::output::{self as door, OutputError};
 use super::progress::Progress;
 use super::values::{LayerChoice, OutputDtype};
 use super::world::in_world;
@@ -66,7 +66,7 @@ pub fn command(args: &RunArgs, env: &EnvVars) -> Result<Exit, Failure> {
 }
 
 fn show(report: &RunReport, as_json: bool) -> Result<(), OutputError> {
-    if as_json { output::json(report) } else { output::line(report.to_string().trim_end()) }
+    if as_json { door::json(report) } else { door::line(report.to_string().trim_end()) }
 }
 
 /// Runs the job and writes what was asked for; collective. Rank 0 gets the report.
@@ -81,34 +81,36 @@ pub fn run(world: &World, args: &RunArgs, job: &Job<'_>) -> Result<Option<RunRep
 }
 
 fn write(args: &RunArgs, layers: &[LayerRows], report: Option<&RunReport>) -> Result<(), CheckpointError> {
-    let outputs: Vec<OutputTensor> = layers.iter().map(|rows| output_tensor(rows, args.output_dtype)).collect();
-    checkpoint::write_tensors(&args.output, &outputs)?;
+    let outputs: Vec<_> = layers.iter().map(|rows| output(rows, args.output_dtype)).collect();
+    checkpoint::write_outputs(&args.output, &outputs)?;
     if let Some(path) = &args.export_topk {
-        checkpoint::write_tensors(path, &layers.iter().flat_map(topk_tensors).collect::<Vec<_>>())?;
+        checkpoint::write_outputs(path, &layers.iter().flat_map(topk).collect::<Vec<_>>())?;
     }
     if let (Some(path), Some(report)) = (&args.report, report) {
-        let mut json = serde_json::to_vec_pretty(report).unwrap_or_default();
-        json.push(b'\n');
-        checkpoint::write_atomically(path, &json)?;
+        checkpoint::write_atomically(path, &|out| {
+            serde_json::to_writer_pretty(&mut *out, report)?;
+            out.write_all(b"\n")
+        })?;
     }
     Ok(())
 }
 
 /// `layers.N.output` in the dtype asked for.
-fn output_tensor(rows: &LayerRows, dtype: OutputDtype) -> OutputTensor {
+fn output(rows: &LayerRows, dtype: OutputDtype) -> (String, OutputTensor) {
     let data = match dtype {
         OutputDtype::F32 => OutputData::F32(rows.values.clone()),
         OutputDtype::Bf16 => OutputData::Bf16(rows.values.iter().map(|&value| bf16::from_f32(value)).collect()),
     };
-    OutputTensor { name: format!("layers.{}.output", rows.layer.0), shape: shape(rows.values.len(), rows.width), data }
+    let shape = shape(rows.values.len(), rows.width);
+    (format!("layers.{}.output", rows.layer.0), OutputTensor { shape, data })
 }
 
-fn topk_tensors(rows: &LayerRows) -> Vec<OutputTensor> {
+/// The experts that were used, in the form of `--topk`.
+fn topk(rows: &LayerRows) -> Vec<(String, OutputTensor)> {
     let Some(topk) = &rows.topk else { return Vec::new() };
-    let tensor = |name: &str, data: OutputData| OutputTensor {
-        name: format!("layers.{}.{name}", rows.layer.0),
-        shape: shape(topk.idx.len(), topk.num_topk),
-        data,
+    let tensor = |name: &str, data: OutputData| {
+        let shape = shape(topk.idx.len(), topk.num_topk);
+        (format!("layers.{}.{name}", rows.layer.0), OutputTensor { shape, data })
     };
     vec![
         tensor("topk_idx", OutputData::I32(topk.idx.clone())),

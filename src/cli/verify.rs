@@ -202,17 +202,17 @@ fn read_expected(
     (rows, cols): (usize, usize),
 ) -> Result<Vec<f32>, VerifyError> {
     let matrix = checkpoint::read_activations(&input.path, input.tensor.as_deref())?;
-    if (matrix.rows, matrix.cols) != (rows, cols) {
+    if (matrix.num_rows, matrix.num_columns) != (rows, cols) {
         return Err(VerifyError::Shape {
             path: input.path.clone(),
-            found_rows: matrix.rows,
-            found_cols: matrix.cols,
+            found_rows: matrix.num_rows,
+            found_cols: matrix.num_columns,
             part: part.name(),
             rows,
             cols,
         });
     }
-    Ok(matrix.rows_f32(0..rows))
+    Ok(matrix.values)
 }
 
 /// What relative L2 may come to, by source of error.

@@ -5,12 +5,13 @@
 
 use std::time::Duration;
 
+use crate::checkpoint;
 use crate::config::{ConfigError, Deployment, Effective};
 use crate::env::{EnvError, EnvVars};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::{FaultError, Faults, Injected, Stage};
 use crate::ids::Rank;
-use crate::world::{Phase, Refusal, World, WorldError, abort_job, install_panic_hook};
+use crate::world::{Phase, Refusal, World, WorldError, abort_job, end_on_signals, install_panic_hook};
 
 use super::failure::Failure;
 use super::logging::{self, LogError};
@@ -38,6 +39,13 @@ pub enum StartError {
     /// `LOCKSTEP_FAULT`.
     #[error(transparent)]
     Fault(#[from] FaultError),
+    /// Signals.
+    #[error("cannot set handlers for Ctrl-C and SIGTERM")]
+    Signals {
+        /// What the system says.
+        #[source]
+        source: std::io::Error,
+    },
     /// A fault on purpose.
     #[error(transparent)]
     Injected(#[from] Injected),
@@ -56,6 +64,7 @@ impl Classify for StartError {
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Injected(error) => error.exit(),
+            Self::Signals { .. } => Exit::Environment,
             Self::Refused(error) => error.exit(),
         }
     }
@@ -94,6 +103,7 @@ pub fn in_world(
     body: impl FnOnce(&World, &Started) -> Result<Exit, Failure>,
 ) -> Result<Exit, Failure> {
     install_panic_hook();
+    end_on_signals(checkpoint::remove_unfinished).map_err(|source| StartError::Signals { source })?;
     let world = join(env)?;
     let ended = start(&world, env, common).map_err(Failure::from).and_then(|started| match started {
         Some(started) => body(&world, &started),
@@ -103,6 +113,9 @@ pub fn in_world(
 }
 
 /// Says on one rank that the command line is wrong, and ends all of them.
+///
+/// # Errors
+/// Always.
 pub fn refuse_usage(env: &EnvVars, usage: UsageError) -> Result<Exit, Failure> {
     let world = join(env)?;
     let refused = world.refuse(usage);

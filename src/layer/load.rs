@@ -29,7 +29,7 @@ pub(super) struct Loader<'a> {
     pub placement: Placement,
     pub rank: Rank,
     /// Told of every expert that is packed.
-    pub progress: &'a dyn Fn(u64),
+    pub progress: &'a dyn Fn(),
 }
 
 impl Loader<'_> {
@@ -70,7 +70,7 @@ impl Loader<'_> {
             let tensors = self.checkpoint.read_expert(manifest, expert)?;
             self.prepare(manifest, builder.push(&tensors))?;
             largest = largest.max(fc1_input_scale(&tensors).unwrap_or(0.0));
-            (self.progress)(1);
+            (self.progress)();
         }
         Ok((builder.finish(), largest))
     }

@@ -1,10 +1,11 @@
 //! A session: a deployment and a checkpoint, decided on by all ranks, loaded, ready to run.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::backend::{self, Backend, Isa};
-use crate::checkpoint::{BytesRead, Checkpoint, LayerManifest};
+use crate::checkpoint::{BytesRead, Checkpoint, ExpertFormat, LayerManifest};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, BufferSizes, Capacity, CapacityError};
 use crate::dispatch::combine::{CombineMode, RowForm};
@@ -39,7 +40,7 @@ pub struct SessionOptions<'a> {
     pub part: Part,
     /// The most tokens that any rank will bring, where it is known: buffers are planned for no more.
     pub num_tokens: Option<usize>,
-    /// Told of every expert of `total` that this rank has packed.
+    /// Told how many of this rank's experts, of how many, have been packed.
     pub progress: &'a dyn Fn(u64, u64),
 }
 
@@ -166,10 +167,11 @@ fn decide(checkpoint: &Checkpoint, options: &SessionOptions<'_>) -> Result<Plan,
 }
 
 fn facts(manifest: &LayerManifest) -> LayerFacts {
+    let num_nvfp4 = manifest.experts.iter().filter(|format| **format == ExpertFormat::Nvfp4).count();
     LayerFacts {
         layer: manifest.layer,
-        num_nvfp4: manifest.num_nvfp4(),
-        num_bf16: manifest.experts.len() - manifest.num_nvfp4(),
+        num_nvfp4,
+        num_bf16: manifest.experts.len() - num_nvfp4,
         has_input_scales: manifest.has_input_scales,
         wants_quantised: manifest.quantise_activations,
     }
@@ -264,12 +266,16 @@ fn load_layers(
 ) -> Result<Vec<MoeLayer>, LayerError> {
     let geometry = &checkpoint.model().geometry;
     let total = (placement.local_experts(world.rank()).len() * plan.decisions.len()) as u64;
+    let done = Cell::new(0);
     let loader = Loader {
         checkpoint,
         backend,
         placement,
         rank: world.rank(),
-        progress: &|experts| progress(experts, total),
+        progress: &|| {
+            done.set(done.get() + 1);
+            progress(done.get(), total);
+        },
     };
     let mut layers = Vec::new();
     for (manifest, decision) in plan.manifests.iter().zip(&plan.decisions) {
