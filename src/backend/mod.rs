@@ -2,10 +2,18 @@
 //!
 //! A backend knows nothing of ranks, routing or files. It is given typed projections, packs them once, and runs batches.
 
+mod checks;
+pub mod reference;
+pub mod simd;
+
+use std::sync::Arc;
+
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
+use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::{Identity, Quant};
+pub use simd::Isa;
 
 /// What a group of experts has in common.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,6 +67,10 @@ pub trait Experts: Send + Sync {
 
     /// Bytes the packed weights occupy.
     fn weight_bytes(&self) -> u64;
+
+    /// Bytes at most that [`Experts::forward`] holds beside weights, batch and output, for batches of up to `num_rows`
+    /// rows. Kept between calls, and shared by all experts of a backend.
+    fn workspace_bytes(&self, num_rows: usize) -> u64;
 }
 
 /// Collects experts one by one, packing each as it comes, so that only one is held twice.
@@ -102,6 +114,26 @@ pub trait Backend: Send + Sync {
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError>;
 }
 
+/// The identity that a projection's format runs under.
+#[must_use]
+pub fn identity(technique: &'static str, quant: Quant) -> Identity {
+    Identity { technique, quant }
+}
+
+/// The backend of a technique, with `num_threads` threads of its own (0: one a core).
+///
+/// `isa` is for `simd`: absent, the machine's best. Bits do not depend on threads or instruction set.
+///
+/// # Errors
+/// If the technique is none of this build's, the machine lacks `isa`, or threads cannot be started.
+pub fn build(technique: &str, num_threads: usize, isa: Option<Isa>) -> Result<Arc<dyn Backend>, BackendError> {
+    match technique {
+        reference::TECHNIQUE => Ok(Arc::new(reference::Reference::new(num_threads)?)),
+        simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(Isa::detect))?)),
+        _ => Err(BackendError::Technique { technique: technique.to_owned() }),
+    }
+}
+
 /// Why a backend refuses.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
@@ -125,10 +157,72 @@ pub enum BackendError {
         /// gate, up or down
         projection: &'static str,
     },
+    /// A width is not a multiple of the block.
+    #[error(
+        "{width} is {found}, not a positive multiple of 16, and NVFP4 blocks and kernels want that; such a layer cannot run"
+    )]
+    Width {
+        /// hidden, intermediate, in_features or out_features
+        width: &'static str,
+        /// The width found.
+        found: usize,
+    },
+    /// A projection's data is not of its shape's length.
+    #[error("{projection} holds {found} bytes, its shape wants {wanted}")]
+    Bytes {
+        /// gate, up, down or linear
+        projection: &'static str,
+        /// Bytes found.
+        found: usize,
+        /// Bytes wanted.
+        wanted: usize,
+    },
+    /// A technique that this build does not have.
+    #[error("`{technique}` is not a technique of this build; it has `reference` and `simd`")]
+    Technique {
+        /// What was asked for.
+        technique: String,
+    },
+    /// The machine lacks an instruction set.
+    #[error("this machine does not have {wanted}; its best is {best}")]
+    Isa {
+        /// The one asked for.
+        wanted: Isa,
+        /// The best there is.
+        best: Isa,
+    },
+    /// Threads could not be started.
+    #[error("cannot start {num_threads} compute threads; lower --threads")]
+    Threads {
+        /// The number asked for.
+        num_threads: usize,
+        /// Why.
+        #[source]
+        source: rayon::ThreadPoolBuildError,
+    },
+    /// Memory for packed weights could not be had.
+    #[error("cannot get {bytes} bytes for packed weights")]
+    Memory {
+        /// Bytes asked for.
+        bytes: usize,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
 }
 
-/// The identity that a projection's format runs under.
-#[must_use]
-pub fn identity(technique: &'static str, quant: Quant) -> Identity {
-    Identity { technique, quant }
+impl Classify for BackendError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Isa { .. } | Self::Threads { .. } | Self::Memory { .. } => Exit::Environment,
+            Self::Shape { .. }
+            | Self::InputScale { .. }
+            | Self::Width { .. }
+            | Self::Bytes { .. }
+            | Self::Technique { .. } => Exit::BadInput,
+        }
+    }
 }
+
+#[cfg(test)]
+mod tests;

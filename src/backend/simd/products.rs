@@ -1,0 +1,240 @@
+//! The loops over k, written once for every instruction set.
+//!
+//! A module that calls [`product_kernels`] provides sixteen lanes as `F` and `splat`, `load`, `store`, `mul`, `fma`,
+//! `nvfp4_scale`, `nvfp4_pair`, `bf16_pair`, and `PEAK_CHAINS`.
+
+/// Repeats a block for every second k of a block of sixteen, with `$k` a constant: shifts and indices then fold.
+macro_rules! each_pair {
+    ($k:ident => $body:block) => {
+        each_pair!(@ $k $body 0 2 4 6 8 10 12 14)
+    };
+    (@ $k:ident $body:block $($value:literal)*) => {
+        $({
+            const $k: usize = $value;
+            $body
+        })*
+    };
+}
+pub(super) use each_pair;
+
+/// The products of [`super::kernels::Kernels`] as free functions with the given attribute.
+///
+/// `fused` lists how many rows are multiplied from registers, and by how many panels at a time: as many as keep the sums
+/// in registers. `tile` is the panels and rows of a register tile, and the smaller tiles that finish a unit.
+macro_rules! product_kernels {
+    (
+        $(#[$attribute:meta])?
+        fused: $($fused_rows:literal x $fused_panels:literal),*;
+        tile: $tile_panels:literal x $($tile_rows:literal)*, at most $max_tile_rows:literal
+    ) => {
+        fn fuses(num_rows: usize) -> bool {
+            const FUSED: &[usize] = &[$($fused_rows),*];
+            FUSED.contains(&num_rows)
+        }
+
+        $(#[$attribute])?
+        fn fused(panels: &[Panel<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+            match rows.num_rows() {
+                $($fused_rows => fused_groups::<$fused_panels, $fused_rows>(panels, rows, acc),)*
+                num_rows => unreachable!("{num_rows} rows are not fused"),
+            }
+        }
+
+        $(#[$attribute])?
+        fn fused_groups<const P: usize, const R: usize>(panels: &[Panel<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+            for (panels, acc) in panels.chunks(P).zip(acc.chunks_mut(P * R)) {
+                if panels.len() == P {
+                    fused_group::<P, R>(panels, rows, acc);
+                    continue;
+                }
+                for (panel, acc) in panels.chunks(1).zip(acc.chunks_mut(R)) {
+                    fused_group::<1, R>(panel, rows, acc);
+                }
+            }
+        }
+
+        $(#[$attribute])?
+        fn fused_group<const P: usize, const R: usize>(panels: &[Panel<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+            match panels[0] {
+                Panel::Nvfp4 { .. } => fused_nvfp4::<P, R>(panels, rows, acc),
+                Panel::Bf16(_) => fused_bf16::<P, R>(panels, rows, acc),
+                Panel::F32(_) => unreachable!("f32 weights are never decoded"),
+            }
+        }
+
+        #[inline(never)]
+        $(#[$attribute])?
+        fn fused_nvfp4<const P: usize, const R: usize>(panels: &[Panel<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+            let views: [_; P] = std::array::from_fn(|p| match panels[p] {
+                Panel::Nvfp4 { codes, scales } => (codes, scales),
+                Panel::Bf16(_) | Panel::F32(_) => unreachable!("one format a call"),
+            });
+            let mut sums = [[splat(0.0); R]; P];
+            for block in 0..rows.num_blocks() {
+                let x = rows.tile::<R>(block, 0);
+                let codes: [_; P] = std::array::from_fn(|p| &views[p].0[block]);
+                let mut scales = [splat(0.0); P];
+                for p in 0..P {
+                    scales[p] = nvfp4_scale(&views[p].1[block]);
+                }
+                each_pair!(K => {
+                    for p in 0..P {
+                        let pair = nvfp4_pair(codes[p], K);
+                        for i in 0..2 {
+                            let w = mul(pair[i], scales[p]);
+                            for r in 0..R {
+                                sums[p][r] = fma(splat(x[r].0[K + i]), w, sums[p][r]);
+                            }
+                        }
+                    }
+                });
+            }
+            for (sum, acc) in sums.as_flattened().iter().zip(acc) {
+                store(acc, *sum);
+            }
+        }
+
+        #[inline(never)]
+        $(#[$attribute])?
+        fn fused_bf16<const P: usize, const R: usize>(panels: &[Panel<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+            let views: [_; P] = std::array::from_fn(|p| match panels[p] {
+                Panel::Bf16(blocks) => blocks,
+                Panel::Nvfp4 { .. } | Panel::F32(_) => unreachable!("one format a call"),
+            });
+            let mut sums = [[splat(0.0); R]; P];
+            for block in 0..rows.num_blocks() {
+                let x = rows.tile::<R>(block, 0);
+                let pairs: [_; P] = std::array::from_fn(|p| &views[p][block]);
+                each_pair!(K => {
+                    for p in 0..P {
+                        let pair = bf16_pair(&pairs[p][K / 2]);
+                        for i in 0..2 {
+                            for r in 0..R {
+                                sums[p][r] = fma(splat(x[r].0[K + i]), pair[i], sums[p][r]);
+                            }
+                        }
+                    }
+                });
+            }
+            for (sum, acc) in sums.as_flattened().iter().zip(acc) {
+                store(acc, *sum);
+            }
+        }
+
+        $(#[$attribute])?
+        fn decode(panel: Panel<'_>, out: &mut [Lane]) {
+            let out = out.as_chunks_mut::<LANES>().0;
+            match panel {
+                Panel::Nvfp4 { codes, scales } => {
+                    for ((codes, scales), out) in codes.iter().zip(scales).zip(out) {
+                        let scale = nvfp4_scale(scales);
+                        each_pair!(K => {
+                            let pair = nvfp4_pair(codes, K);
+                            store(&mut out[K], mul(pair[0], scale));
+                            store(&mut out[K + 1], mul(pair[1], scale));
+                        });
+                    }
+                }
+                Panel::Bf16(blocks) => {
+                    for (pairs, out) in blocks.iter().zip(out) {
+                        for (pair, out) in pairs.iter().zip(out.as_chunks_mut::<2>().0) {
+                            let pair = bf16_pair(pair);
+                            store(&mut out[0], pair[0]);
+                            store(&mut out[1], pair[1]);
+                        }
+                    }
+                }
+                Panel::F32(_) => unreachable!("f32 weights are never decoded"),
+            }
+        }
+
+        $(#[$attribute])?
+        fn multiply(panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+            let num_rows = rows.num_rows();
+            // Tiles of even height: a last tile of one or two rows would have too few sums to hide the latency of an fma.
+            let num_tiles = num_rows.div_ceil($max_tile_rows);
+            for (panels, acc) in panels.chunks($tile_panels).zip(acc.chunks_mut($tile_panels * num_rows)) {
+                for tile in 0..num_tiles {
+                    let first_row = num_rows * tile / num_tiles;
+                    let tile_rows = num_rows * (tile + 1) / num_tiles - first_row;
+                    match (panels.len(), tile_rows) {
+                        $(($tile_panels, $tile_rows) => {
+                            multiply_tile::<$tile_panels, $tile_rows>(panels, rows, first_row, acc);
+                        })*
+                        $((_, $tile_rows) => multiply_tile::<1, $tile_rows>(panels, rows, first_row, acc),)*
+                        _ => unreachable!("a tile of {tile_rows} rows"),
+                    }
+                }
+            }
+        }
+
+        #[inline(never)]
+        $(#[$attribute])?
+        fn multiply_tile<const P: usize, const R: usize>(
+            panels: &[&[Lane]],
+            rows: RowBlocks<'_>,
+            first_row: usize,
+            acc: &mut [Lane],
+        ) {
+            let num_rows = rows.num_rows();
+            let weights: [&[[Lane; LANES]]; P] = std::array::from_fn(|p| panels[p].as_chunks().0);
+            let mut sums = [[splat(0.0); R]; P];
+            for p in 0..P {
+                for r in 0..R {
+                    sums[p][r] = load(&acc[p * num_rows + first_row + r]);
+                }
+            }
+            for block in 0..rows.num_blocks() {
+                let x = rows.tile::<R>(block, first_row);
+                let weights: [_; P] = std::array::from_fn(|p| &weights[p][block]);
+                each_pair!(K => {
+                    for i in 0..2 {
+                        let mut w = [splat(0.0); P];
+                        for p in 0..P {
+                            w[p] = load(&weights[p][K + i]);
+                        }
+                        for r in 0..R {
+                            let x = splat(x[r].0[K + i]);
+                            for p in 0..P {
+                                sums[p][r] = fma(x, w[p], sums[p][r]);
+                            }
+                        }
+                    }
+                });
+            }
+            for p in 0..P {
+                for r in 0..R {
+                    store(&mut acc[p * num_rows + first_row + r], sums[p][r]);
+                }
+            }
+        }
+
+        $(#[$attribute])?
+        fn quantise(input_scale: f32, values: &[Lane], out: &mut [Lane]) -> QuantCounts {
+            nvfp4::quantise_unscaled(bytemuck::cast_slice(values), input_scale, bytemuck::cast_slice_mut(out))
+        }
+
+        $(#[$attribute])?
+        fn fma_peak(rounds: u64) -> (u64, f32) {
+            const UNROLL: usize = 8;
+            let factor = splat(std::hint::black_box(0.999_999));
+            let term = splat(std::hint::black_box(1e-7));
+            let mut sums = [splat(1.0); PEAK_CHAINS];
+            for _ in 0..rounds {
+                for _ in 0..UNROLL {
+                    for sum in &mut sums {
+                        *sum = fma(*sum, factor, term);
+                    }
+                }
+            }
+            let mut lane = Lane::default();
+            let mut total = 0.0;
+            for sum in sums {
+                store(&mut lane, sum);
+                total += lane.0.iter().sum::<f32>();
+            }
+            (rounds * (UNROLL * PEAK_CHAINS * LANES * 2) as u64, total)
+        }
+    };
+}
+pub(super) use product_kernels;
