@@ -120,6 +120,9 @@ pub fn identity(technique: &'static str, quant: Quant) -> Identity {
     Identity { technique, quant }
 }
 
+/// The techniques of this build.
+pub const TECHNIQUES: &[&str] = &[reference::TECHNIQUE, simd::TECHNIQUE];
+
 /// The backend of a technique, with `num_threads` threads of its own (0: one a core).
 ///
 /// `isa` is for `simd`: absent, the machine's best. Bits do not depend on threads or instruction set.

@@ -79,7 +79,7 @@ impl Session {
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plan, (capacity, options.num_tokens)))?;
         let isa = agree_on_isa(world, options.isa);
-        let backend = backend::build(plan.technique, options.num_threads, isa);
+        let backend = world.agree(backend::build(plan.technique, options.num_threads, Some(isa)))?;
         if world.is_root() {
             tracing::info!(technique = plan.technique, %isa, threads = options.num_threads, "backend");
         }
