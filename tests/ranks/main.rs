@@ -4,4 +4,5 @@
 //! number; `fixtures` compares with values computed outside this project; `bits` holds the determinism promises,
 //! `verdicts` the commands that judge, `loading` the promises about bytes and memory.
 
+mod cases;
 mod support;

@@ -50,10 +50,8 @@ impl Checkpoint {
         let Geometry { num_experts, hidden, intermediate, num_topk, num_layers } = geometry;
         let mut tensors = Tensors::new();
         for layer in 0..num_layers {
-            tensors.insert(
-                router_tensor(layer),
-                Tensor::bf16(&[num_experts, hidden], &vec![0.0; num_experts * hidden]),
-            );
+            tensors
+                .insert(router_tensor(layer), Tensor::bf16(&[num_experts, hidden], &vec![0.0; num_experts * hidden]));
             for expert in 0..num_experts {
                 for projection in PROJECTIONS {
                     let (rows, columns) =

@@ -67,11 +67,7 @@ pub fn all() -> Vec<Fixture> {
         expectations: modelopt_expectations(parts),
     })
     .collect();
-    fixtures.push(Fixture {
-        name: "k3-tiny",
-        layers: [1, 2].map(k3_layer).to_vec(),
-        expectations: k3_expectations(),
-    });
+    fixtures.push(Fixture { name: "k3-tiny", layers: [1, 2].map(k3_layer).to_vec(), expectations: k3_expectations() });
     fixtures
 }
 

@@ -147,8 +147,7 @@ impl Job {
         let elapsed = start.elapsed();
         let left_over = if status.is_some() { wait_until_gone(&mark) } else { marked_processes(&mark) };
         kill(&left_over);
-        let (stdout, stderr) =
-            (stdout.join().expect("the reader ends"), stderr.join().expect("the reader ends"));
+        let (stdout, stderr) = (stdout.join().expect("the reader ends"), stderr.join().expect("the reader ends"));
         let printed = format!("--- stdout\n{stdout}\n--- stderr\n{stderr}");
         let Some(status) = status else {
             panic!(

@@ -69,6 +69,7 @@ pub struct Run<'a> {
     deployment: Vec<(String, String, String)>,
     options: Vec<(String, String)>,
     env: Vec<(String, String)>,
+    output: Option<PathBuf>,
     watch_memory: bool,
 }
 
@@ -100,6 +101,7 @@ impl<'a> Run<'a> {
             deployment: Vec::new(),
             options: Vec::new(),
             env: Vec::new(),
+            output: None,
             watch_memory: false,
         };
         run.option("layers", "all").option("part", "routed").activation("situ:4,25").output_dtype("f32")
@@ -175,6 +177,12 @@ impl<'a> Run<'a> {
         self
     }
 
+    /// Writes the output there, rather than where nothing was before.
+    pub fn output_at(mut self, path: &Path) -> Self {
+        self.output = Some(path.to_path_buf());
+        self
+    }
+
     pub fn watch_memory(mut self) -> Self {
         self.watch_memory = true;
         self
@@ -195,7 +203,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Runs what has to fail for bad input: exit code 2, within 30 s, one message that holds the needles, no output.
+    /// Runs what has to fail for bad input: exit code 2, within 30 s, one message that holds the needles, output untouched.
     #[track_caller]
     pub fn fails(&self, needles: &[&str]) -> Outcome {
         self.fails_with(2, needles)
@@ -204,8 +212,10 @@ impl<'a> Run<'a> {
     #[track_caller]
     pub fn fails_with(&self, code: i32, needles: &[&str]) -> Outcome {
         let (files, job) = self.job(FAILURE_LIMIT);
+        let before = fs::read(&files.output).ok();
         let outcome = job.run().fails_clearly(code, needles);
-        assert!(!files.output.exists(), "a failed run left an output file: {}", outcome.printed());
+        let after = fs::read(&files.output).ok();
+        assert!(before == after, "a failed run touched its output file: {}", outcome.printed());
         outcome
     }
 
@@ -235,7 +245,7 @@ impl<'a> Run<'a> {
 
     fn job(&self, limit: Duration) -> (Files, Job) {
         let files = Files {
-            output: self.work.path("output.safetensors"),
+            output: self.output.clone().unwrap_or_else(|| self.work.path("output.safetensors")),
             report: self.work.path("report.json"),
             exported: self.work.path("exported.safetensors"),
         };
@@ -243,9 +253,12 @@ impl<'a> Run<'a> {
         safetensors::write_bytes(&deployment, self.deployment().as_bytes());
         let input = self.work.tensors("input", &[("x".to_string(), self.input.clone())].into());
         let mut job = mpirun(self.ranks).limit(limit).args(["run"]);
-        for (name, path) in
-            [("deployment", &deployment), ("checkpoint", &self.checkpoint), ("input", &input), ("output", &files.output)]
-        {
+        for (name, path) in [
+            ("deployment", &deployment),
+            ("checkpoint", &self.checkpoint),
+            ("input", &input),
+            ("output", &files.output),
+        ] {
             job = job.args([format!("--{name}"), path.display().to_string()]);
         }
         job = job.args(["--report".to_string(), files.report.display().to_string()]);

@@ -91,7 +91,11 @@ fn decode(bytes: &[u8]) -> Result<Tensors, String> {
         }
         covered = end;
     }
-    if covered == data.len() { Ok(tensors) } else { Err(format!("{} bytes after the last tensor", data.len() - covered)) }
+    if covered == data.len() {
+        Ok(tensors)
+    } else {
+        Err(format!("{} bytes after the last tensor", data.len() - covered))
+    }
 }
 
 /// SHA-256 of a file.

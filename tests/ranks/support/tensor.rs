@@ -97,11 +97,9 @@ impl Tensor {
             Dtype::I32 => {
                 self.bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()).collect()
             }
-            Dtype::I64 => self
-                .bytes
-                .chunks_exact(8)
-                .map(|b| i64::from_le_bytes(b.try_into().expect("eight bytes")))
-                .collect(),
+            Dtype::I64 => {
+                self.bytes.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("eight bytes"))).collect()
+            }
             other => panic!("{other:?} holds no integers"),
         }
     }
