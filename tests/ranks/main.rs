@@ -4,5 +4,9 @@
 //! number; `fixtures` compares with values computed outside this project; `bits` holds the determinism promises,
 //! `verdicts` the commands that judge, `loading` the promises about bytes and memory.
 
+mod bits;
 mod cases;
+mod fixtures;
+mod loading;
 mod support;
+mod verdicts;

@@ -5,7 +5,7 @@
 mod a_traffic;
 mod b_shapes;
 mod c_numerics;
-mod d_files;
+pub(crate) mod d_files;
 mod d_layout;
 mod h_determinism;
 mod i_yaml;

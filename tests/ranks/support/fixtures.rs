@@ -15,7 +15,6 @@ pub fn expected(name: &str) -> PathBuf {
 /// One layer of a fixture checkpoint, and where its expected values are.
 #[derive(Debug, Clone)]
 pub struct Layer {
-    pub checkpoint: &'static str,
     pub layer: usize,
     pub file: PathBuf,
     /// Before every tensor name in `file`.
@@ -76,12 +75,12 @@ pub fn named(name: &str) -> Fixture {
     all().into_iter().find(|fixture| fixture.name == name).unwrap_or_else(|| panic!("no fixture {name}"))
 }
 
-fn modelopt_layer(checkpoint: &'static str, layer: usize) -> Layer {
-    Layer { checkpoint, layer, file: expected(&format!("{checkpoint}.layer{layer}")), prefix: String::new() }
+fn modelopt_layer(checkpoint: &str, layer: usize) -> Layer {
+    Layer { layer, file: expected(&format!("{checkpoint}.layer{layer}")), prefix: String::new() }
 }
 
 fn k3_layer(layer: usize) -> Layer {
-    Layer { checkpoint: "k3-tiny", layer, file: expected("k3-tiny"), prefix: format!("{layer}.") }
+    Layer { layer, file: expected("k3-tiny"), prefix: format!("{layer}.") }
 }
 
 fn modelopt_expectations(parts: &[&'static str]) -> Vec<Expectation> {

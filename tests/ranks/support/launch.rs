@@ -71,6 +71,12 @@ impl Job {
         self
     }
 
+    /// The same job on so many ranks.
+    pub fn ranks(mut self, ranks: usize) -> Self {
+        self.ranks = Some(ranks);
+        self
+    }
+
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.retain(|(known, _)| known != name);
         self.env.push((name.into(), value.into()));

@@ -26,11 +26,6 @@ impl Report {
         self.at(pointer).as_u64().unwrap_or_else(|| panic!("{pointer} is no count: {}", self.at(pointer)))
     }
 
-    #[track_caller]
-    pub fn number(&self, pointer: &str) -> f64 {
-        self.at(pointer).as_f64().unwrap_or_else(|| panic!("{pointer} is no number: {}", self.at(pointer)))
-    }
-
     /// A field of every rank, in rank order.
     #[track_caller]
     pub fn by_rank(&self, field: &str) -> Vec<u64> {
