@@ -110,7 +110,8 @@ fn verify_against_expected(name: &str) {
                 let printed = outcome.printed();
                 let (rel_l2, bound) = (figure(&verdict, "rel_l2"), figure(&verdict, "bound"));
                 assert_eq!(verdict["pass"], true, "{printed}");
-                assert!(rel_l2 <= bound && bound <= expectation.bound, "{printed}");
+                // The terms of a bound add up: K3's 1 % comes on top of the order of sums.
+                assert!(rel_l2 <= bound && bound <= expectation.bound + 1e-5, "{printed}");
                 assert!((figure(&verdict, "norm_ratio") - 1.0).abs() <= 0.01, "{printed}");
                 assert!(figure(&verdict, "cosine") > 0.999_9, "{printed}");
                 assert!(figure(&verdict, "max_abs").is_finite(), "{printed}");

@@ -14,6 +14,7 @@ const ORDER: &[&[&str]] = &[
     &["config"],
     &["select"],
     &["dispatch"],
+    &["fault"],
     &["world", "checkpoint", "env", "host"],
     &["dispatch::host"],
     &["backend"],
