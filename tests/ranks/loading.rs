@@ -18,7 +18,7 @@ struct Held {
     input: Tensor,
 }
 
-const INPUT: &str = "input.safetensors";
+const INPUT: &str = "inputs.safetensors";
 
 fn sample(work: &Work, size: &[&str]) -> PathBuf {
     let dir = work.path("sample");
@@ -89,7 +89,7 @@ fn run(work: &Work, dir: &Path, held: &Held, ranks: usize) -> Report {
 #[test]
 fn sixty_megabytes_a_rank() {
     let work = Work::new();
-    let tiny = sample(&work, &["--experts=2", "--hidden=64", "--intermediate=64", "--layers=1"]);
+    let tiny = sample(&work, &["--experts=2", "--topk=2", "--hidden=64", "--intermediate=64", "--layers=1"]);
     let base = run(&work, &tiny, &held(&tiny), 2).by_rank("peak_rss_bytes");
     let dir = sample(&work, &["--experts=33", "--hidden=1024", "--intermediate=1024", "--layers=2"]);
     let held = held(&dir);

@@ -194,14 +194,15 @@ fn samples_run_and_verify() {
             let dir = work.path(geometry);
             let size = ["--experts=24", "--hidden=256", "--intermediate=128", "--layers=1"];
             let rest = [format!("--geometry={geometry}"), format!("--seed={seed}"), format!("--out={}", dir.display())];
-            alone().args(["sample"]).args(size).args(rest).run().expect_code(0);
+            let latent = (geometry == "kimi-k3").then_some("--latent=128");
+            alone().args(["sample"]).args(size).args(latent).args(rest).run().expect_code(0);
             dir
         };
         let dir = sample("1");
         assert_eq!(hashes(&sample("1")), hashes(&dir), "{geometry}: one seed, one sample");
         assert_ne!(hashes(&sample("2")), hashes(&dir), "{geometry}: another seed, another sample");
         inspect(&dir).expect_code(0);
-        let input = dir.join("input.safetensors");
+        let input = dir.join("inputs.safetensors");
         let outcome = mpirun(2)
             .args(["verify", "--part=block", "--backend=simd", "--json"])
             .args([

@@ -18,7 +18,7 @@ const DOORS: &[Door] = &[
     Door {
         rule: "files",
         words: &["std::fs", "fs::File", "OpenOptions", "tempfile", "NamedTempFile"],
-        keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/files.rs"],
+        keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/options.rs"],
     },
     Door { rule: "environment", words: &["std::env", "env::var", "env::vars"], keepers: &["src/env.rs"] },
     Door {

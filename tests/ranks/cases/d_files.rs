@@ -67,7 +67,8 @@ pub(crate) fn spoilt_shards(good: &[u8]) -> Vec<Spoilt> {
         Spoilt {
             name: "cut inside the header",
             bytes: good[..header_end / 2].to_vec(),
-            says: vec![(header_end / 2).to_string()],
+            // The header that was promised, and what lies behind its length.
+            says: vec![(header_end - 8).to_string(), (header_end / 2 - 8).to_string()],
         },
         Spoilt { name: "empty", bytes: Vec::new(), says: vec!["0".into()] },
         Spoilt { name: "seven bytes", bytes: good[..7].to_vec(), says: vec!["7".into(), "8".into()] },

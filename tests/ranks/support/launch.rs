@@ -218,13 +218,13 @@ impl Outcome {
         self
     }
 
-    /// Everything printed to stderr from a line that starts with `error` to the next such line or the launcher's own
-    /// epilogue.
+    /// Everything printed to stderr from a line that starts with `lockstep: error` (or `error`, of the option parser) to the
+    /// next such line or the launcher's own epilogue.
     fn error_messages(&self) -> Vec<String> {
         let mut messages: Vec<String> = Vec::new();
         let mut within = false;
         for line in self.stderr.lines() {
-            if line.to_lowercase().starts_with("error") {
+            if ["lockstep: error", "error"].iter().any(|start| line.starts_with(start)) {
                 messages.push(String::new());
                 within = true;
             } else if line.starts_with("-----") {
@@ -366,7 +366,8 @@ mod tests {
 
     #[test]
     fn a_clear_failure_is_one_message_with_every_needle() {
-        let good = || shell(mpirun(2), "[ $OMPI_COMM_WORLD_RANK = 1 ] && echo 'error: a b' >&2; exit 2").run();
+        let good =
+            || shell(mpirun(2), "[ $OMPI_COMM_WORLD_RANK = 1 ] && echo 'lockstep: error: a b' >&2; exit 2").run();
         good().fails_clearly(2, &["a", "b"]);
         assert!(panic_text(|| drop(good().fails_clearly(2, &["c"]))).contains("lacks \"c\""));
         assert!(panic_text(|| drop(good().fails_clearly(3, &["a"]))).contains("unexpected exit code"));
