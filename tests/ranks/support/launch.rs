@@ -371,7 +371,8 @@ mod tests {
         good().fails_clearly(2, &["a", "b"]);
         assert!(panic_text(|| drop(good().fails_clearly(2, &["c"]))).contains("lacks \"c\""));
         assert!(panic_text(|| drop(good().fails_clearly(3, &["a"]))).contains("unexpected exit code"));
-        let each = || shell(mpirun(2), "echo 'error: a b' >&2; exit 2").run();
+        // The launcher ends the other rank once one has failed, hence the pause.
+        let each = || shell(mpirun(2), "echo 'error: a b' >&2; sleep 1; exit 2").run();
         assert!(panic_text(|| drop(each().fails_clearly(2, &["a"]))).contains("printed once"));
         let panicked = || shell(mpirun(1), "echo \"thread 'main' panicked at x\" >&2; exit 101").run();
         assert!(panic_text(|| drop(panicked().fails_clearly(101, &[]))).contains("instead of a message"));
