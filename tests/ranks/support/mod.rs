@@ -1,0 +1,13 @@
+//! What the tests are made of: launching, files written and read by hand, known answers, comparisons.
+//!
+//! Nothing here uses the product's own readers, writers or arithmetic: it would be judging itself.
+
+pub mod checkpoint;
+pub mod compare;
+pub mod fixtures;
+pub mod launch;
+pub mod made;
+pub mod report;
+pub mod run;
+pub mod safetensors;
+pub mod tensor;
