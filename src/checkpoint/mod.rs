@@ -47,6 +47,7 @@ pub use modules::ModuleCounts;
 pub use naming::ProjectionKind;
 pub use projection::ExpertFormat;
 pub use read::BytesRead;
+pub use safetensors::Dtype;
 pub use scales::{
     GlobalScaleSummary, IMPLAUSIBLE_GLOBAL_SCALE, LayerScales, ProjectionScales, ScaleError, ScaleSummary,
 };

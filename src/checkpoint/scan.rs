@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use super::error::CheckpointError;
 use super::faults::Faults;
+use super::files;
 use super::manifest::{self, LayerSurvey, format_of};
 use super::modules::{ModuleCounts, count_modules};
 use super::projection::{ExpertFormat, ProjectionEntries};
@@ -93,18 +94,18 @@ pub struct PartShape {
 }
 
 /// Examines the checkpoint in `dir`. `progress` is told (experts done, experts in all), at least once a layer.
-#[must_use]
-pub fn scan(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Scan {
+///
+/// # Errors
+/// Only if `dir` cannot be listed; everything else is among the problems.
+pub fn scan(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Scan, CheckpointError> {
+    files::list_safetensors(dir)?;
     let mut faults = Faults::Collect(Vec::new());
     let mut found = Scan::default();
-    // A collecting policy turns every fault into a note; the results below are Ok, and are asked all the same.
-    if let Err(fault) = scan_into(dir, &mut found, &mut faults, progress) {
-        found.problems.push(fault);
-    }
-    if let Faults::Collect(noted) = faults {
-        found.problems.splice(0..0, noted);
-    }
-    found
+    // A collecting policy turns every fault into a note, so this is Ok; were it not, the fault would still be shown.
+    let result = scan_into(dir, &mut found, &mut faults, progress);
+    let noted = if let Faults::Collect(noted) = faults { noted } else { Vec::new() };
+    found.problems = noted.into_iter().chain(result.err()).collect();
+    Ok(found)
 }
 
 fn scan_into(
@@ -119,7 +120,7 @@ fn scan_into(
         found.model = survey.model;
         return Ok(());
     };
-    found.files = files(&table);
+    found.files = file_summaries(&table);
     found.modules = count_modules(&table);
     if let Some(model) = &survey.model {
         let total = (survey.blocks.len() * model.geometry.num_experts) as u64;
@@ -138,7 +139,7 @@ fn scan_into(
     Ok(())
 }
 
-fn files(table: &TensorTable) -> Vec<FileSummary> {
+fn file_summaries(table: &TensorTable) -> Vec<FileSummary> {
     let mut counts = vec![0; table.shards().len()];
     for entry in table.entries() {
         counts[entry.shard as usize] += 1;

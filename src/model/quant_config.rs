@@ -39,6 +39,14 @@ pub(super) fn quantisation(
     let hf = hf_quant.map(from_hf_quant).transpose()?;
     let declaration = match (hf, config) {
         (None, None) => return Ok(Quantisation::default()),
+        (None, Some(config)) if config.algorithm.is_none() && !config.groups.is_empty() => {
+            return Err(wrong_type(
+                CONFIG,
+                "quantization_config.quant_algo",
+                "the algorithm of config_groups",
+                &Value::Null,
+            ));
+        }
         (Some(one), None) | (None, Some(one)) => one,
         (Some(hf), Some(config)) => merge(hf, config, warnings)?,
     };
@@ -70,16 +78,7 @@ fn from_config(map: &Map<String, Value>) -> Result<Declaration, ModelError> {
     if let Some(reason) = reason {
         return Err(ModelError::Algorithm { file: CONFIG, algorithm: method.unwrap_or_default(), reason });
     }
-    let declaration = declaration(CONFIG, map)?;
-    if declaration.algorithm.is_none() && !declaration.groups.is_empty() {
-        return Err(wrong_type(
-            CONFIG,
-            "quantization_config.quant_algo",
-            "the algorithm of config_groups",
-            &Value::Null,
-        ));
-    }
-    Ok(declaration)
+    declaration(CONFIG, map)
 }
 
 fn declaration(file: &'static str, map: &Map<String, Value>) -> Result<Declaration, ModelError> {
@@ -121,6 +120,17 @@ fn format(algorithm: &str, group_size: Option<u64>) -> Format {
 fn group(file: &'static str, entry: &Map<String, Value>) -> Result<Group, ModelError> {
     let weights = object(file, entry, "weights")?;
     let activations = entry.get("input_activations").is_none_or(|value| !value.is_null());
+    let input_bits =
+        object(file, entry, "input_activations")?.map(|inputs| number(file, inputs, "num_bits")).transpose()?;
+    if let Some(Some(bits)) = input_bits
+        && bits != 4
+        && weights.is_none_or(|weights| weights.get("num_bits").and_then(Value::as_u64) == Some(4))
+    {
+        return Ok(Group {
+            targets: targets(file, entry)?,
+            format: Format::Other(format!("4-bit weights with {bits}-bit activations")),
+        });
+    }
     let format = match weights {
         None => Format::Nvfp4 { activations },
         Some(weights) => {
@@ -138,11 +148,14 @@ fn group(file: &'static str, entry: &Map<String, Value>) -> Result<Group, ModelE
             }
         }
     };
-    // A target without a dot or a star is a class of modules (`Linear`), not a name.
-    let targets = strings(file, entry, "targets")?;
-    let by_class = targets.iter().any(|target| !target.contains(['.', '*', '?']));
-    let targets = if by_class { Vec::new() } else { targets.iter().map(|target| ModulePattern::new(target)).collect() };
-    Ok(Group { targets, format })
+    Ok(Group { targets: targets(file, entry)?, format })
+}
+
+/// A target without a dot or a star is a class of modules (`Linear`), not a name; classes stand for every linear module.
+fn targets(file: &'static str, entry: &Map<String, Value>) -> Result<Vec<ModulePattern>, ModelError> {
+    let names = strings(file, entry, "targets")?;
+    let by_class = names.iter().any(|target| !target.contains(['.', '*', '?']));
+    Ok(if by_class { Vec::new() } else { names.iter().map(|target| ModulePattern::new(target)).collect() })
 }
 
 fn merge(hf: Declaration, config: Declaration, warnings: &mut Vec<ModelWarning>) -> Result<Declaration, ModelError> {
@@ -151,7 +164,8 @@ fn merge(hf: Declaration, config: Declaration, warnings: &mut Vec<ModelWarning>)
     let shown =
         |algorithm: &Option<String>| algorithm.as_ref().map_or("nothing".to_owned(), |name| format!("`{name}`"));
     let upper = |algorithm: &Option<String>| algorithm.as_ref().map(|name| name.to_ascii_uppercase());
-    if upper(&hf.algorithm) != upper(&config.algorithm) {
+    // A quantization_config without quant_algo leaves it to the other file.
+    if config.algorithm.is_some() && upper(&hf.algorithm) != upper(&config.algorithm) {
         return disagree("quant_algo", shown(&hf.algorithm), shown(&config.algorithm));
     }
     if let (Some(one), Some(other)) = (hf.group_size, config.group_size)

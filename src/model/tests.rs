@@ -194,6 +194,14 @@ fn what_is_out_of_scope_is_refused_with_its_reason() {
 }
 
 #[test]
+fn eight_bit_activations_are_not_taken_for_four() {
+    let weights = serde_json::json!({"num_bits": 4, "type": "float", "group_size": 16});
+    let group = serde_json::json!({"input_activations": {"num_bits": 8}, "weights": weights, "targets": ["Linear"]});
+    let quant = serde_json::json!({"quant_algo": "NVFP4", "config_groups": {"g": group}});
+    refused(serde_json::json!({"quantization_config": quant}), &["8-bit activations"]);
+}
+
+#[test]
 fn spellings_must_agree_and_lies_size_nothing() {
     use serde_json::json;
     refused(json!({"n_routed_experts": 16}), &["n_routed_experts", "16", "num_experts", "8"]);
@@ -224,6 +232,13 @@ fn both_quantisation_files_are_compared() {
     let with = |change: &str, to: &str| describe(DSV3, Some(&DSV3_QUANT.replace(change, to)), CorrectionBias::Present);
     let message = with("\"NVFP4\"", "\"FP8\"").unwrap_err().to_string();
     assert!(message.contains("`FP8`") && message.contains("`NVFP4`") && message.contains("quant_algo"), "{message}");
+    let message = with("\"NVFP4\"", "null").unwrap_err().to_string();
+    assert!(message.contains("nothing") && message.contains("`NVFP4`"), "{message}");
+    let message = with("\"group_size\": 16", "\"group_size\": 32").unwrap_err().to_string();
+    assert!(message.contains("32") && message.contains("16"), "{message}");
+    let silent = DSV3.replace("\"quant_algo\": \"NVFP4\",", "");
+    assert!(describe(&silent, Some(DSV3_QUANT), CorrectionBias::Present).is_ok());
+    assert!(describe(&silent, None, CorrectionBias::Present).unwrap_err().to_string().contains("quant_algo"));
     let model = with("model.layers.1.mlp.gate\"", "model.layers.1.self_attn\"").unwrap();
     let [ModelWarning::ExclusionsDiffer { hf_only, config_only }] = &model.warnings[..] else {
         panic!("{:?}", model.warnings)

@@ -80,7 +80,7 @@ fn check_scales(scales: &LayerScales, wanted: &Layer) {
 #[track_caller]
 fn check_scan(name: &str, modules: ModuleCounts, layers: &[Layer]) {
     let mut last = (0, 0);
-    let scan = scan(&fixture(name), &mut |done, total| last = (done, total));
+    let scan = scan(&fixture(name), &mut |done, total| last = (done, total)).unwrap();
     assert!(scan.problems.is_empty(), "{:?}", scan.problems);
     assert_eq!(scan.modules, modules);
     let total: usize = layers.iter().map(|layer| layer.experts).sum();
