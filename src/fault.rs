@@ -169,7 +169,10 @@ impl Faults {
 
     /// The actions for `rank` at `stage`.
     pub fn at(&self, rank: Rank, stage: Stage) -> impl Iterator<Item = &Action> {
-        self.0.iter().filter(move |fault| fault.stage == stage && fault.rank.is_none_or(|r| r == rank)).map(|f| &f.action)
+        self.0
+            .iter()
+            .filter(move |fault| fault.stage == stage && fault.rank.is_none_or(|r| r == rank))
+            .map(|f| &f.action)
     }
 
     /// Does what the faults say for `rank` at `stage`. Settings such as `round_bytes` are read by whoever they concern.

@@ -6,6 +6,7 @@ use super::naming::ProjectionKind;
 use super::warning::Warning;
 use crate::exit::{Classify, Exit};
 use crate::ids::ExpertIdx;
+use crate::numerics::e4m3;
 
 /// From here on a global scale is reported as implausible.
 ///
@@ -132,18 +133,12 @@ pub(crate) fn check_block_scales(bits: &[u8]) -> Result<ScaleSummary, BadBlockSc
     let present = || (1..=E4M3_MAX).filter(|&byte| histogram[usize::from(byte)] > 0);
     Ok(ScaleSummary {
         count: bits.len() as u64,
-        smallest: present().next().map_or(0.0, e4m3_value),
-        largest: present().next_back().map_or(0.0, e4m3_value),
+        smallest: present().next().map_or(0.0, e4m3::decode),
+        largest: present().next_back().map_or(0.0, e4m3::decode),
         num_saturated: histogram[usize::from(E4M3_MAX)],
         num_zero: histogram[0] + histogram[0x80],
-        powers_of_two: present().all(|byte| is_power_of_two(e4m3_value(byte))),
+        powers_of_two: present().all(|byte| is_power_of_two(e4m3::decode(byte))),
     })
-}
-
-/// The value of positive, finite e4m3 bits: four exponent bits of bias 7, three of mantissa.
-fn e4m3_value(bits: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(bits >> 3), f32::from(bits & 7));
-    if exponent == 0 { mantissa * 2.0_f32.powi(-9) } else { (8.0 + mantissa) * 2.0_f32.powi(exponent - 10) }
 }
 
 /// Whether a positive, finite value is a power of two.
@@ -263,7 +258,7 @@ mod tests {
     #[test]
     fn e4m3_agrees_with_another_implementation() {
         for bits in 0..=E4M3_MAX {
-            assert_eq!(e4m3_value(bits).to_bits(), F8E4M3::from_bits(bits).to_f32().to_bits(), "0x{bits:02X}");
+            assert_eq!(e4m3::decode(bits).to_bits(), F8E4M3::from_bits(bits).to_f32().to_bits(), "0x{bits:02X}");
         }
     }
 

@@ -1,10 +1,11 @@
 //! `lockstep inspect`: what is in a checkpoint, and everything that is wrong with it.
 //!
-//! Makes the report, as a value that serialises and displays; arguments and printing are the caller's.
+//! [`report`] makes the report as a value that serialises and displays; [`command`] prints it.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use clap::Args;
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
@@ -12,9 +13,49 @@ use crate::checkpoint::{
     CheckpointError, ExpertFormat, GlobalScaleSummary, LayerScales, LayerScan, ModuleCounts, PartShape, ProjectionKind,
     ScaleSummary, scan,
 };
+use crate::config::Effective;
+use crate::env::EnvVars;
+use crate::exit::Exit;
 use crate::model::ModelDescription;
 use crate::numerics::activation::Activation;
 use crate::routing::RoutingMethod;
+
+use super::failure::Failure;
+use super::logging::LogSettings;
+use super::options::LogArgs;
+use super::output;
+use super::progress::Progress;
+
+/// Says what is in a checkpoint, and everything that is wrong with it.
+#[derive(Debug, Clone, Args)]
+pub struct InspectArgs {
+    /// The checkpoint's directory.
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Prints one JSON object instead of tables.
+    #[arg(long, help_heading = "Printing")]
+    pub json: bool,
+    /// Logs and progress.
+    #[command(flatten)]
+    pub log: LogArgs,
+}
+
+/// Examines the checkpoint and prints the report; a checkpoint with problems ends with the code of bad input.
+///
+/// # Errors
+/// If the directory cannot be listed, or standard output cannot be written.
+pub fn command(args: &InspectArgs, env: &EnvVars) -> Result<Exit, Failure> {
+    LogSettings::new(args.log, env, &Effective::default()).start()?;
+    let bar = Progress::new(args.log.progress, 0).bar("reading scales");
+    let report = report(&args.dir, &mut |done, total| bar.advance(done, total))?;
+    bar.finish();
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::line(&report)?
+    }
+    Ok(if report.has_problems() { Exit::BadInput } else { Exit::Fine })
+}
 
 /// What was found in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -31,7 +31,9 @@ pub enum JobError {
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// `--split` does not deal the input.
-    #[error("--split deals {dealt} rows to {parts} ranks, but the input has {rows} rows and the world {num_ranks} ranks")]
+    #[error(
+        "--split deals {dealt} rows to {parts} ranks, but the input has {rows} rows and the world {num_ranks} ranks"
+    )]
     Split {
         /// Sum of the parts.
         dealt: usize,
@@ -101,7 +103,9 @@ impl Classify for JobError {
             Self::Layer(error) => error.exit(),
             Self::Refused(error) => error.exit(),
             Self::Topk { source, .. } => source.exit(),
-            Self::Split { .. } | Self::Hidden { .. } | Self::InputDtype { .. } | Self::TopkRows { .. } => Exit::BadInput,
+            Self::Split { .. } | Self::Hidden { .. } | Self::InputDtype { .. } | Self::TopkRows { .. } => {
+                Exit::BadInput
+            }
         }
     }
 
@@ -270,7 +274,13 @@ fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     let start = dealt[..world.rank().index()].iter().sum();
     let rows = start..start + dealt[world.rank().index()];
     let hidden = matrix.values[rows.start * matrix.num_columns..rows.end * matrix.num_columns].to_vec();
-    Ok(Share { rows, width: matrix.num_columns, hidden, is_bf16, most_rows: dealt.iter().copied().max().unwrap_or_default() })
+    Ok(Share {
+        rows,
+        width: matrix.num_columns,
+        hidden,
+        is_bf16,
+        most_rows: dealt.iter().copied().max().unwrap_or_default(),
+    })
 }
 
 fn check_width(job: &Job<'_>, session: &Session, share: &Share) -> Result<(), JobError> {

@@ -3,6 +3,7 @@
 //! Decides nothing that the library does not decide; prints through [`output`] alone.
 
 pub mod failure;
+pub mod inspect;
 pub mod job;
 pub mod logging;
 pub mod options;
@@ -46,6 +47,8 @@ pub enum Command {
     Run(options::RunArgs),
     /// Runs one layer and compares it with the reference or with expected values
     Verify(options::VerifyArgs),
+    /// Says what is in a checkpoint, and everything that is wrong with it
+    Inspect(inspect::InspectArgs),
     /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
     Sample(sample::SampleArgs),
 }
@@ -86,6 +89,7 @@ fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
     match command {
         Command::Run(args) => run::command(&args, env),
         Command::Verify(args) => verify::command(&args, env),
+        Command::Inspect(args) => inspect::command(&args, env),
         Command::Sample(args) => sample::run(&args, env),
     }
 }

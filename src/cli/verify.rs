@@ -21,8 +21,8 @@ use super::job::{self, Job, JobError, Results};
 use super::options::VerifyArgs;
 use super::output::{self, OutputError};
 use super::progress::Progress;
-use super::world::in_world;
 use super::values::OutputDtype;
+use super::world::in_world;
 
 /// What can end `verify` without a verdict.
 #[derive(Debug, thiserror::Error)]

@@ -109,9 +109,8 @@ impl Capacity {
     /// # Errors
     /// If a rank brings more than declared and no chunking was asked for.
     pub fn chunks(&self, num_tokens: &[usize]) -> Result<Chunks, CapacityError> {
-        let (rank, most) = num_tokens.iter().enumerate().fold((0, 0), |best, (rank, &n)| {
-            if n > best.1 { (rank, n) } else { best }
-        });
+        let (rank, most) =
+            num_tokens.iter().enumerate().fold((0, 0), |best, (rank, &n)| if n > best.1 { (rank, n) } else { best });
         match self.chunk_tokens {
             Some(chunk_tokens) => {
                 let chunk_tokens = chunk_tokens.max(1);
@@ -172,7 +171,8 @@ impl BufferPlan {
         let received = tokens * sizes.num_ranks as u64;
         let slots_here = sizes.num_topk.min(sizes.num_local_experts) as u64;
         let rows = received * slots_here;
-        let home_rows = tokens * if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) } as u64;
+        let home_rows =
+            tokens * if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) } as u64;
         let back_rows = if sizes.per_slot { rows } else { received };
         Self {
             send_bytes: tokens * sizes.num_topk.min(sizes.num_ranks) as u64 * sizes.token_bytes as u64,

@@ -156,7 +156,8 @@ mod tests {
         let dispatch = DispatchPlan::new(placement, slots);
         let expected = [0.5 * 30.0 + 0.25 * 10.0, 40.0 + 2.0 * 20.0 + 4.0 * 20.0];
         for mode in [CombineMode::Slot, CombineMode::Rank] {
-            let returned: Vec<Vec<u8>> = (0..2).map(|rank| owner_returns(mode, placement, slots, &dispatch, rank)).collect();
+            let returned: Vec<Vec<u8>> =
+                (0..2).map(|rank| owner_returns(mode, placement, slots, &dispatch, rank)).collect();
             let returned: Vec<&[u8]> = returned.iter().map(Vec::as_slice).collect();
             let mut out = [0.0; 2];
             match mode {

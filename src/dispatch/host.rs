@@ -135,8 +135,17 @@ impl HostTransport {
         );
         drop(bytes);
         let (compute, weights, tokens) = self.unpack(&layout, &received, world.rank());
-        let num_remote: usize = num_sent.iter().enumerate().filter(|&(r, _)| r != world.rank().index()).map(|(_, n)| n).sum();
-        Handle { dispatch: plan, num_received, weights, compute, tokens, sent_quant, num_sent_remote: num_remote as u64 }
+        let num_remote: usize =
+            num_sent.iter().enumerate().filter(|&(r, _)| r != world.rank().index()).map(|(_, n)| n).sum();
+        Handle {
+            dispatch: plan,
+            num_received,
+            weights,
+            compute,
+            tokens,
+            sent_quant,
+            num_sent_remote: num_remote as u64,
+        }
     }
 
     /// Sends the computed rows `[num_rows, hidden]` back and adds what comes home into `out` `[num_tokens, hidden]`,
@@ -191,7 +200,9 @@ impl HostTransport {
             for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
                 let token = token as usize;
                 let here = slots.of(token).map(|(expert, weight)| match expert.map(|e| self.placement.owner(e)) {
-                    Some(owner) if owner.rank.index() == rank => (i32::try_from(owner.local_idx).unwrap_or(NOT_HERE), weight),
+                    Some(owner) if owner.rank.index() == rank => {
+                        (i32::try_from(owner.local_idx).unwrap_or(NOT_HERE), weight)
+                    }
                     _ => (NOT_HERE, 0.0),
                 });
                 quant += layout.encode(&values[token * hidden..][..hidden], here, row);

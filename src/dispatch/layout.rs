@@ -93,12 +93,7 @@ impl TokenLayout {
     }
 
     /// Writes one token; `slots` yields its local expert id and weight in slot order.
-    pub fn encode(
-        &self,
-        values: &[f32],
-        slots: impl Iterator<Item = (i32, f32)>,
-        row: &mut [u8],
-    ) -> QuantCounts {
+    pub fn encode(&self, values: &[f32], slots: impl Iterator<Item = (i32, f32)>, row: &mut [u8]) -> QuantCounts {
         let counts = self.payload.encode(values, &mut row[..self.payload.bytes(self.hidden)]);
         for (slot, (local_idx, weight)) in slots.enumerate() {
             let (idx_at, weight_at) = (self.idx_at() + 4 * slot, self.weights_at() + 4 * slot);

@@ -212,7 +212,9 @@ mod tests {
         }
         let plan = ComputePlan::new(local.len(), 3, &local_idx);
         (0..local.len())
-            .flat_map(|expert| (plan.expert_offsets[expert]..plan.expert_offsets[expert + 1]).map(move |row| (expert, row)))
+            .flat_map(|expert| {
+                (plan.expert_offsets[expert]..plan.expert_offsets[expert + 1]).map(move |row| (expert, row))
+            })
             .map(|(expert, row)| (local.start + expert, received[plan.row_token[row] as usize]))
             .collect()
     }

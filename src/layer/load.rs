@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, BackendError, Experts, ExpertsSpec};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
-use crate::checkpoint::{Checkpoint, LayerManifest};
+use crate::checkpoint::{Checkpoint, LayerManifest, LayerScales};
 use crate::ids::{ExpertIdx, Rank};
 use crate::model::{LatentGeometry, MoeGeometry};
 use crate::select::LayerDecision;
@@ -66,11 +66,15 @@ impl Loader<'_> {
         };
         let mut builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
         let mut largest = 0f32;
+        let mut scales = LayerScales::default();
         for expert in local.map(ExpertIdx::from_index) {
-            let tensors = self.checkpoint.read_expert(manifest, expert)?;
+            let tensors = self.checkpoint.read_expert_into(manifest, expert, &mut scales)?;
             self.prepare(manifest, builder.push(&tensors))?;
             largest = largest.max(fc1_input_scale(&tensors).unwrap_or(0.0));
             (self.progress)();
+        }
+        if let Some(warning) = scales.warning() {
+            tracing::warn!("{}: {warning}", manifest.layer);
         }
         Ok((builder.finish(), largest))
     }
@@ -104,16 +108,8 @@ impl Loader<'_> {
     fn shared(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Option<Shared>, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
         let Some(tensors) = self.checkpoint.read_shared(manifest)? else { return Ok(None) };
-        let is_nvfp4 = matches!(tensors.gate.data, ProjectionData::Nvfp4 { .. });
-        let quantise_activations = decision.quantise_activations && is_nvfp4;
-        let input_scale = match (quantise_activations, fc1_input_scale(&tensors)) {
-            (false, _) => None,
-            (true, Some(scale)) => Some(scale),
-            (true, None) => {
-                let missing = Err(BackendError::InputScale { projection: "the shared expert's gate or up" });
-                return self.prepare(manifest, missing);
-            }
-        };
+        let quantise_activations = decision.quantise_shared;
+        let input_scale = fc1_input_scale(&tensors).filter(|_| quantise_activations);
         let spec = ExpertsSpec {
             hidden: geometry.hidden,
             intermediate: tensors.gate.out_features,

@@ -16,7 +16,7 @@ use crate::fault::Stage;
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
-use crate::select::{self, LayerDecision, LayerFacts, SelectError, TokenForm};
+use crate::select::{self, LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm};
 use crate::world::{Phase, World};
 
 use super::load::{Loaded, Loader};
@@ -72,8 +72,8 @@ impl Session {
         let deployment = &options.deployment;
         world.enter(Phase { name: "load", limit: Duration::from_secs(deployment.timeouts.load_s) });
         let checkpoint = world.agree(Checkpoint::open(&options.checkpoint))?;
-        report_warnings(world, &checkpoint);
         let plan = world.agree(decide(&checkpoint, options))?;
+        report_warnings(world, &checkpoint, &plan);
         let geometry = checkpoint.model().geometry.clone();
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
@@ -174,6 +174,11 @@ fn facts(manifest: &LayerManifest) -> LayerFacts {
         num_bf16: manifest.experts.len() - num_nvfp4,
         has_input_scales: manifest.has_input_scales,
         wants_quantised: manifest.quantise_activations,
+        shared: manifest.shared.map(|format| SharedFacts {
+            is_nvfp4: format == ExpertFormat::Nvfp4,
+            has_input_scales: manifest.shared_has_input_scales,
+            wants_quantised: manifest.quantise_shared,
+        }),
     }
 }
 
@@ -308,9 +313,15 @@ fn faulty(world: &World) -> Result<(), LayerError> {
     Ok(world.fault(Stage::Load)?)
 }
 
-fn report_warnings(world: &World, checkpoint: &Checkpoint) {
-    if world.is_root() {
-        for warning in checkpoint.warnings() {
+/// What is odd about the files, which every rank has found alike, is said once.
+fn report_warnings(world: &World, checkpoint: &Checkpoint, plan: &Plan) {
+    if !world.is_root() {
+        return;
+    }
+    for warning in checkpoint.warnings().iter().chain(plan.manifests.iter().flat_map(|manifest| &manifest.warnings)) {
+        if warning.is_note() {
+            tracing::info!("{warning}");
+        } else {
             tracing::warn!("{warning}");
         }
     }

@@ -7,6 +7,13 @@ use crate::exit::{Classify, Exit};
 /// Why a model description cannot be made, or is one that Lockstep does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
+    /// The routing method's numbers contradict each other.
+    #[error("config.json: the router's numbers contradict each other; restore the model's own config.json")]
+    Router {
+        /// Which.
+        #[from]
+        source: crate::routing::RoutingError,
+    },
     /// A config file is not JSON.
     #[error("{file} is not valid JSON (NaN and Infinity are not JSON either)")]
     Json {

@@ -19,7 +19,7 @@ pub use layers::LayerRule;
 pub use quantisation::{Declared, Quantisation};
 
 use crate::numerics::activation::Activation;
-use crate::routing::RoutingMethod;
+use crate::routing::{self, RoutingMethod};
 
 /// A model's MoE layers, as far as its config files describe them.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,6 +77,7 @@ impl ModelDescription {
         let mut warnings = Vec::new();
         let quantisation = quant_config::quantisation(&fields, texts.hf_quant_config, &mut warnings)?;
         let (geometry, router_has_bias) = geometry::geometry(&fields, bias)?;
+        routing::validate(geometry.routing, geometry.num_experts, geometry.num_topk)?;
         Ok(Self {
             model_type: fields.model_types().first().map_or("unnamed", |name| name).to_owned(),
             geometry,

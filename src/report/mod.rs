@@ -339,11 +339,7 @@ fn check_rows(ranks: &[RankReport]) -> Check {
 
 fn check_finite(ranks: &[RankReport]) -> Check {
     let num: u64 = ranks.iter().flat_map(|rank| &rank.layers).map(|share| share.num_not_finite).sum();
-    Check {
-        name: "every output is finite".to_owned(),
-        pass: num == 0,
-        detail: format!("{num} values are not"),
-    }
+    Check { name: "every output is finite".to_owned(), pass: num == 0, detail: format!("{num} values are not") }
 }
 
 /// Nothing but the decided technique computed, and routed NVFP4 rows ran under the layer's contract.

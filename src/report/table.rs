@@ -16,7 +16,13 @@ impl fmt::Display for RunReport {
         )?;
         writeln!(f, "\n{}\n\n{}", layers(self), ranks(self))?;
         writeln!(f, "\n{}", phases(self))?;
-        writeln!(f, "\nsteps: {}, median {}, p99 {}\n", self.steps.count, time(self.steps.median_us), time(self.steps.p99_us))?;
+        writeln!(
+            f,
+            "\nsteps: {}, median {}, p99 {}\n",
+            self.steps.count,
+            time(self.steps.median_us),
+            time(self.steps.p99_us)
+        )?;
         for check in &self.checks {
             writeln!(f, "{} {} ({})", if check.pass { "ok  " } else { "FAIL" }, check.name, check.detail)?;
         }
@@ -26,7 +32,16 @@ impl fmt::Display for RunReport {
 
 fn layers(report: &RunReport) -> Table {
     let mut table = new_table(&[
-        "layer", "quant", "activation", "travels as", "combine", "chunks", "rows", "rows/expert min·max", "saturated", "zeroed",
+        "layer",
+        "quant",
+        "activation",
+        "travels as",
+        "combine",
+        "chunks",
+        "rows",
+        "rows/expert min·max",
+        "saturated",
+        "zeroed",
     ]);
     for (decided, layer) in report.decided.layers.iter().zip(&report.layers) {
         let rows = &layer.rows_per_expert;
@@ -50,7 +65,17 @@ fn layers(report: &RunReport) -> Table {
 
 fn ranks(report: &RunReport) -> Table {
     let mut table = new_table(&[
-        "rank", "host", "tokens", "experts read", "replicated", "weights", "buffers ≤", "peak memory", "tokens in", "tokens out", "sent",
+        "rank",
+        "host",
+        "tokens",
+        "experts read",
+        "replicated",
+        "weights",
+        "buffers ≤",
+        "peak memory",
+        "tokens in",
+        "tokens out",
+        "sent",
     ]);
     for rank in &report.ranks {
         table.add_row(vec![

@@ -29,7 +29,9 @@ pub enum SelectError {
         layer: LayerIdx,
     },
     /// A family that this build does not have.
-    #[error("backend {family} needs a GPU, and this build of lockstep runs on CPUs only; use auto, cpu, simd or reference")]
+    #[error(
+        "backend {family} needs a GPU, and this build of lockstep runs on CPUs only; use auto, cpu, simd or reference"
+    )]
     NoGpu {
         /// What was asked for.
         family: &'static str,
@@ -46,7 +48,9 @@ pub enum SelectError {
         offered: String,
     },
     /// A pin that does not serve a layer.
-    #[error("implementation {wanted} does not serve {layer}, which runs as {quant}; pin {technique}.grouped_gemm.{quant} or leave it out")]
+    #[error(
+        "implementation {wanted} does not serve {layer}, which runs as {quant}; pin {technique}.grouped_gemm.{quant} or leave it out"
+    )]
     PinDoesNotServe {
         /// The pin.
         wanted: Identity,
@@ -87,6 +91,19 @@ pub struct LayerFacts {
     pub has_input_scales: bool,
     /// The checkpoint asks for quantised activations.
     pub wants_quantised: bool,
+    /// The shared expert, where the layer has one.
+    pub shared: Option<SharedFacts>,
+}
+
+/// What a checkpoint says of a shared expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedFacts {
+    /// It is stored as NVFP4.
+    pub is_nvfp4: bool,
+    /// Its projections have an `input_scale`.
+    pub has_input_scales: bool,
+    /// The checkpoint asks for its activations to be quantised.
+    pub wants_quantised: bool,
 }
 
 /// The form in which tokens travel, before the scale is known.
@@ -107,8 +124,10 @@ pub struct LayerDecision {
     pub layer: LayerIdx,
     /// The contract of the layer: the one of its NVFP4 experts, or `none` where it has no such.
     pub quant: Quant,
-    /// FC1 and FC2 inputs go through NVFP4.
+    /// FC1 and FC2 inputs of the routed experts go through NVFP4.
     pub quantise_activations: bool,
+    /// So do those of the shared expert.
+    pub quantise_shared: bool,
     /// The gated activation.
     pub activation: Activation,
     /// How tokens travel.
@@ -138,6 +157,8 @@ pub fn decide(
                 Some("it has unquantised experts")
             } else if !facts.has_input_scales {
                 Some("its experts have no input_scale")
+            } else if facts.shared.is_some_and(|shared| shared.is_nvfp4 && !shared.has_input_scales) {
+                Some("its shared expert has no input_scale")
             } else {
                 None
             };
@@ -147,6 +168,11 @@ pub fn decide(
             true
         }
     };
+    let quantise_shared = facts.shared.is_some_and(|shared| match deployment.moe.activations {
+        Activations::Bf16 => false,
+        Activations::Checkpoint => shared.wants_quantised,
+        Activations::Quantised => shared.is_nvfp4,
+    });
     // A latent is computed in fp32 on every rank's own tokens: it is never bf16 before it travels.
     let travels_as_bf16 = input_is_bf16 && geometry.latent.is_none();
     let token_form = match deployment.dispatch.payload {
@@ -165,6 +191,7 @@ pub fn decide(
         layer,
         quant,
         quantise_activations,
+        quantise_shared,
         activation: deployment.moe.activation.unwrap_or(geometry.activation),
         token_form,
         combine_at_home: deployment.moe.combine != config::Combine::Rank,
@@ -199,11 +226,7 @@ pub fn choose_technique(
     }
 }
 
-fn pinned(
-    wanted: &str,
-    techniques: &[&'static str],
-    decisions: &[LayerDecision],
-) -> Result<&'static str, SelectError> {
+fn pinned(wanted: &str, techniques: &[&'static str], decisions: &[LayerDecision]) -> Result<&'static str, SelectError> {
     let quants = [Quant::Nvfp4, Quant::W4a16Nvfp4, Quant::None];
     let offered: Vec<Identity> = techniques
         .iter()

@@ -6,7 +6,7 @@ mod decide;
 
 use std::fmt;
 
-pub use decide::{LayerDecision, LayerFacts, SelectError, TokenForm, choose_technique, decide};
+pub use decide::{LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm, choose_technique, decide};
 
 /// The numeric contract of an expert computation, the last part of an identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -57,7 +57,11 @@ impl World {
             tracing::error!(
                 "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
                  If the work is only slow, raise timeouts.{name}_s",
-                if missing.is_empty() { "all ranks are here, but their messages have".to_owned() } else { had(&missing) },
+                if missing.is_empty() {
+                    "all ranks are here, but their messages have".to_owned()
+                } else {
+                    had(&missing)
+                },
                 limit.as_secs(),
                 Ranks(&waiting),
                 if waiting.len() == 1 { "s" } else { "" },
