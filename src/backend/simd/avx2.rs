@@ -78,49 +78,68 @@ fn nvfp4_scale(bits: &[u8; LANES]) -> F {
     [_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves))]
 }
 
+/// What decoding needs in registers all the time.
+#[derive(Clone, Copy)]
+struct Decoder {
+    low_bytes: __m256i,
+    high_bytes: __m256i,
+    nibbles: __m256i,
+    upper_halves: __m256i,
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn decoder() -> Decoder {
+    // bf16 of 0, .5, 1, 1.5, 2, 3, 4, 6, each * 256, and their negatives.
+    let low_bytes = _mm_setr_epi8(
+        0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40,
+    );
+    let high_bytes = _mm_setr_epi8(
+        0x00, 0x43, 0x43, 0x43, 0x44, 0x44, 0x44, 0x44, -0x80, -0x3D, -0x3D, -0x3D, -0x3C, -0x3C, -0x3C, -0x3C,
+    );
+    Decoder {
+        low_bytes: _mm256_broadcastsi128_si256(low_bytes),
+        high_bytes: _mm256_broadcastsi128_si256(high_bytes),
+        nibbles: _mm256_set1_epi8(0x0F),
+        // Hidden from the compiler, which would blend with zero instead: two ports rather than four.
+        upper_halves: _mm256_set1_epi32(std::hint::black_box(-0x1_0000)),
+    }
+}
+
 /// The values * 256 of sixteen outputs at k and k + 1.
 ///
 /// Thirty-two bytes hold four k: k and k + 1 in the low nibbles, k + 2 and k + 3 in the high ones. A look-up gives both
 /// bytes of a bf16; interleaved, a 32-bit element holds two bf16, which a shift and a mask make f32.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn nvfp4_pair(codes: &[u8; 128], k: usize) -> [F; 2] {
-    // bf16 of 0, .5, 1, 1.5, 2, 3, 4, 6, each * 256, and their negatives.
-    let low_table = _mm256_setr_epi8(
-        0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00,
-        0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40,
-    );
-    let high_table = _mm256_setr_epi8(
-        0x00, 0x43, 0x43, 0x43, 0x44, 0x44, 0x44, 0x44, -0x80, -0x3D, -0x3D, -0x3D, -0x3C, -0x3C, -0x3C, -0x3C, 0x00,
-        0x43, 0x43, 0x43, 0x44, 0x44, 0x44, 0x44, -0x80, -0x3D, -0x3D, -0x3D, -0x3C, -0x3C, -0x3C, -0x3C,
-    );
+fn nvfp4_pair(decoder: Decoder, codes: &[u8; 128], k: usize) -> [F; 2] {
     let quarter: &[u8; 32] = &codes.as_chunks().0[k / 4];
     // SAFETY: thirty-two bytes behind the reference.
     let bytes = unsafe { _mm256_loadu_si256(quarter.as_ptr().cast()) };
     let nibbles = if k.is_multiple_of(4) { bytes } else { _mm256_srli_epi16::<4>(bytes) };
-    let nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(0x0F));
-    let low = _mm256_shuffle_epi8(low_table, nibbles);
-    let high = _mm256_shuffle_epi8(high_table, nibbles);
-    [split_bf16(_mm256_unpacklo_epi8(low, high)), split_bf16(_mm256_unpackhi_epi8(low, high))]
+    let nibbles = _mm256_and_si256(nibbles, decoder.nibbles);
+    let low = _mm256_shuffle_epi8(decoder.low_bytes, nibbles);
+    let high = _mm256_shuffle_epi8(decoder.high_bytes, nibbles);
+    [split_bf16(decoder, _mm256_unpacklo_epi8(low, high)), split_bf16(decoder, _mm256_unpackhi_epi8(low, high))]
 }
 
 /// The values of sixteen outputs at k and k + 1.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn bf16_pair(pair: &[u8; 64]) -> [F; 2] {
+fn bf16_pair(decoder: Decoder, pair: &[u8; 64]) -> [F; 2] {
     // SAFETY: the first thirty-two of the bytes behind the reference.
     let first = unsafe { _mm256_loadu_si256(pair.as_ptr().cast()) };
     // SAFETY: the last thirty-two of the bytes behind the reference.
     let second = unsafe { _mm256_loadu_si256(pair[32..].as_ptr().cast()) };
-    [split_bf16(first), split_bf16(second)]
+    [split_bf16(decoder, first), split_bf16(decoder, second)]
 }
 
 /// Eight pairs of bf16 to two registers of f32: the low halves are outputs 0 to 7, the high halves 8 to 15.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn split_bf16(pairs: __m256i) -> F {
+fn split_bf16(decoder: Decoder, pairs: __m256i) -> F {
     let low = _mm256_slli_epi32::<16>(pairs);
-    let high = _mm256_and_si256(pairs, _mm256_set1_epi32(-0x1_0000));
+    let high = _mm256_and_si256(pairs, decoder.upper_halves);
     [_mm256_castsi256_ps(low), _mm256_castsi256_ps(high)]
 }
 

@@ -5,9 +5,27 @@
 use std::hint::black_box;
 
 use super::Simd;
+use super::pack::Pages;
+use crate::backend::BackendError;
 
 /// Independent sums of a reading thread: enough for the compiler's widest vectors.
 const READ_SUMS: usize = 32;
+
+/// Memory to read, of the kind that packed weights lie in.
+#[derive(Debug)]
+pub struct ReadBuffer(Pages);
+
+impl ReadBuffer {
+    /// `bytes` of memory, all of it touched.
+    ///
+    /// # Errors
+    /// If the system has no such memory.
+    pub fn new(bytes: usize) -> Result<Self, BackendError> {
+        let mut pages = Pages::new(bytes)?;
+        pages.fill(1);
+        Ok(Self(pages))
+    }
+}
 
 impl Simd {
     /// Runs `rounds` rounds of fused multiply-adds in registers on every thread; returns the flops done.
@@ -23,7 +41,8 @@ impl Simd {
 
     /// Reads `buffer` once, every thread its part; returns the bytes read.
     #[must_use]
-    pub fn read_bytes(&self, buffer: &[u64]) -> u64 {
+    pub fn read_bytes(&self, buffer: &ReadBuffer) -> u64 {
+        let buffer: &[u64] = bytemuck::cast_slice(&buffer.0);
         let part_len = buffer.len().div_ceil(self.shared.num_threads).max(1);
         self.shared.pool.broadcast(|thread| {
             let start = buffer.len().min(thread.index() * part_len);

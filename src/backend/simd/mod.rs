@@ -28,6 +28,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::numerics::activation::Activation;
+pub use ceilings::ReadBuffer;
 pub use isa::{Isa, UnknownIsa};
 use kernels::{Kernels, LANES, Lane, ScaledActivation};
 

@@ -3,6 +3,8 @@
 //! A panel holds blocks of sixteen k. Codes stay codes: packed weights take the bytes of the raw ones, but for outputs
 //! and k rounded up to sixteen and each matrix to whole pages.
 
+use std::ops::{Deref, DerefMut};
+
 use memmap2::MmapMut;
 use rayon::prelude::*;
 
@@ -13,11 +15,26 @@ use crate::checkpoint::tensors::{Projection, ProjectionData};
 /// How codes lie in a panel's block, and bf16 values in a pair of k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// NVFP4: a 32-bit element holds eight k of an output, as on disk. bf16: an output's two k are neighbours.
+    /// NVFP4: a 32-bit element holds eight k of an output, the even ones in its low half. bf16: an output's two k are
+    /// neighbours.
     NeighbouringK,
     /// NVFP4: 32 bytes hold four k, k and k + 1 in the low nibbles; the bytes of an output pair (i, i + 8) are
     /// neighbours. bf16: 32 bytes a k, the pair (i, i + 8) neighbours.
     SplitHalves,
+}
+
+impl Deref for Pages {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for Pages {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
 }
 
 /// A projection in panels.
@@ -41,10 +58,10 @@ enum Format {
 
 /// Zeroed memory of its own mapping, in huge pages where the system gives them: a panel is read once, from end to end.
 #[derive(Debug)]
-struct Pages(MmapMut);
+pub(super) struct Pages(MmapMut);
 
 impl Pages {
-    fn new(bytes: usize) -> Result<Self, BackendError> {
+    pub(super) fn new(bytes: usize) -> Result<Self, BackendError> {
         let map = MmapMut::map_anon(bytes).map_err(|source| BackendError::Memory { bytes, source })?;
         #[cfg(target_os = "linux")]
         if let Err(error) = map.advise(memmap2::Advice::HugePage) {
@@ -54,7 +71,7 @@ impl Pages {
     }
 
     fn chunks<const N: usize>(&self) -> &[[u8; N]] {
-        self.0.as_chunks().0
+        self.as_chunks().0
     }
 }
 
@@ -113,7 +130,7 @@ impl PackedMatrix {
             }
             Format::Bf16(pages) => Panel::Bf16(&pages.chunks::<64>().as_chunks().0[blocks]),
             Format::F32(pages) => {
-                let lanes: &[Lane] = bytemuck::cast_slice(&pages.0);
+                let lanes: &[Lane] = bytemuck::cast_slice(pages);
                 Panel::F32(&lanes[blocks.start * LANES..blocks.end * LANES])
             }
         }
@@ -122,8 +139,8 @@ impl PackedMatrix {
     /// Bytes of the packed numbers.
     pub(super) fn bytes(&self) -> u64 {
         let pages = match &self.format {
-            Format::Nvfp4 { codes, scales } => codes.0.len() + scales.0.len(),
-            Format::Bf16(pages) | Format::F32(pages) => pages.0.len(),
+            Format::Nvfp4 { codes, scales } => codes.len() + scales.len(),
+            Format::Bf16(pages) | Format::F32(pages) => pages.len(),
         };
         pages as u64
     }
@@ -143,8 +160,8 @@ impl Raw<'_> {
 }
 
 fn pack_panels(pages: &mut Pages, num_panels: usize, pack: impl Fn(usize, &mut [u8]) + Sync) {
-    let panel_bytes = pages.0.len() / num_panels;
-    pages.0.par_chunks_mut(panel_bytes).enumerate().for_each(|(panel, out)| pack(panel, out));
+    let panel_bytes = pages.len() / num_panels;
+    pages.par_chunks_mut(panel_bytes).enumerate().for_each(|(panel, out)| pack(panel, out));
 }
 
 fn pack_codes(raw: &Raw<'_>, panel: usize, order: Order, out: &mut [u8]) {
@@ -153,8 +170,13 @@ fn pack_codes(raw: &Raw<'_>, panel: usize, order: Order, out: &mut [u8]) {
         for (block, out) in row.as_chunks::<8>().0.iter().zip(&mut *blocks) {
             match order {
                 Order::NeighbouringK => {
-                    out[4 * lane..][..4].copy_from_slice(&block[..4]);
-                    out[64 + 4 * lane..][..4].copy_from_slice(&block[4..]);
+                    for (half, four) in block.as_chunks::<4>().0.iter().enumerate() {
+                        let even = |a: u8, b: u8| a & 15 | b << 4;
+                        let odd = |a: u8, b: u8| a >> 4 | b & 0xF0;
+                        let [a, b, c, d] = *four;
+                        let element = [even(a, b), even(c, d), odd(a, b), odd(c, d)];
+                        out[64 * half + 4 * lane..][..4].copy_from_slice(&element);
+                    }
                 }
                 Order::SplitHalves => {
                     let position = lane / 4 % 2 * 16 + lane % 4 * 2 + lane / 8;

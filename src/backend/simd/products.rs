@@ -1,7 +1,7 @@
 //! The loops over k, written once for every instruction set.
 //!
 //! A module that calls [`product_kernels`] provides sixteen lanes as `F` and `splat`, `load`, `store`, `mul`, `fma`,
-//! `nvfp4_scale`, `nvfp4_pair`, `bf16_pair`, and `PEAK_CHAINS`.
+//! `decoder`, `nvfp4_scale`, `nvfp4_pair`, `bf16_pair`, and `PEAK_CHAINS`.
 
 /// Repeats a block for every second k of a block of sixteen, with `$k` a constant: shifts and indices then fold.
 macro_rules! each_pair {
@@ -69,6 +69,7 @@ macro_rules! product_kernels {
                 Panel::Nvfp4 { codes, scales } => (codes, scales),
                 Panel::Bf16(_) | Panel::F32(_) => unreachable!("one format a call"),
             });
+            let decoder = decoder();
             let mut sums = [[splat(0.0); R]; P];
             for block in 0..rows.num_blocks() {
                 let x = rows.tile::<R>(block, 0);
@@ -79,7 +80,7 @@ macro_rules! product_kernels {
                 }
                 each_pair!(K => {
                     for p in 0..P {
-                        let pair = nvfp4_pair(codes[p], K);
+                        let pair = nvfp4_pair(decoder, codes[p], K);
                         for i in 0..2 {
                             let w = mul(pair[i], scales[p]);
                             for r in 0..R {
@@ -89,8 +90,11 @@ macro_rules! product_kernels {
                     }
                 });
             }
-            for (sum, acc) in sums.as_flattened().iter().zip(acc) {
-                store(acc, *sum);
+            // NOTE: an iterator over the sums would put them into memory all along.
+            for p in 0..P {
+                for r in 0..R {
+                    store(&mut acc[p * R + r], sums[p][r]);
+                }
             }
         }
 
@@ -101,13 +105,14 @@ macro_rules! product_kernels {
                 Panel::Bf16(blocks) => blocks,
                 Panel::Nvfp4 { .. } | Panel::F32(_) => unreachable!("one format a call"),
             });
+            let decoder = decoder();
             let mut sums = [[splat(0.0); R]; P];
             for block in 0..rows.num_blocks() {
                 let x = rows.tile::<R>(block, 0);
                 let pairs: [_; P] = std::array::from_fn(|p| &views[p][block]);
                 each_pair!(K => {
                     for p in 0..P {
-                        let pair = bf16_pair(&pairs[p][K / 2]);
+                        let pair = bf16_pair(decoder, &pairs[p][K / 2]);
                         for i in 0..2 {
                             for r in 0..R {
                                 sums[p][r] = fma(splat(x[r].0[K + i]), pair[i], sums[p][r]);
@@ -116,20 +121,24 @@ macro_rules! product_kernels {
                     }
                 });
             }
-            for (sum, acc) in sums.as_flattened().iter().zip(acc) {
-                store(acc, *sum);
+            // NOTE: an iterator over the sums would put them into memory all along.
+            for p in 0..P {
+                for r in 0..R {
+                    store(&mut acc[p * R + r], sums[p][r]);
+                }
             }
         }
 
         $(#[$attribute])?
         fn decode(panel: Panel<'_>, out: &mut [Lane]) {
+            let decoder = decoder();
             let out = out.as_chunks_mut::<LANES>().0;
             match panel {
                 Panel::Nvfp4 { codes, scales } => {
                     for ((codes, scales), out) in codes.iter().zip(scales).zip(out) {
                         let scale = nvfp4_scale(scales);
                         each_pair!(K => {
-                            let pair = nvfp4_pair(codes, K);
+                            let pair = nvfp4_pair(decoder, codes, K);
                             store(&mut out[K], mul(pair[0], scale));
                             store(&mut out[K + 1], mul(pair[1], scale));
                         });
@@ -138,7 +147,7 @@ macro_rules! product_kernels {
                 Panel::Bf16(blocks) => {
                     for (pairs, out) in blocks.iter().zip(out) {
                         for (pair, out) in pairs.iter().zip(out.as_chunks_mut::<2>().0) {
-                            let pair = bf16_pair(pair);
+                            let pair = bf16_pair(decoder, pair);
                             store(&mut out[0], pair[0]);
                             store(&mut out[1], pair[1]);
                         }

@@ -47,8 +47,16 @@ fn nvfp4_scale(bits: &[u8; LANES]) -> F {
     std::array::from_fn(|i| half::f16::from_bits(u16::from(bits[i]) << 7).to_f32())
 }
 
+/// Decoding needs nothing.
+#[derive(Clone, Copy)]
+struct Decoder;
+
+fn decoder() -> Decoder {
+    Decoder
+}
+
 /// The values * 256 of sixteen outputs at k and k + 1.
-fn nvfp4_pair(codes: &[u8; 128], k: usize) -> [F; 2] {
+fn nvfp4_pair(_decoder: Decoder, codes: &[u8; 128], k: usize) -> [F; 2] {
     const VALUES: [f32; 16] = [
         0.0, 128.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0, -0.0, -128.0, -256.0, -384.0, -512.0, -768.0, -1024.0,
         -1536.0,
@@ -56,14 +64,14 @@ fn nvfp4_pair(codes: &[u8; 128], k: usize) -> [F; 2] {
     let elements: &[[u8; 4]; LANES] = codes.as_chunks().0[k / 8 * LANES..].first_chunk().expect("64 bytes");
     std::array::from_fn(|pair| {
         std::array::from_fn(|i| {
-            let code = u32::from_le_bytes(elements[i]) >> ((k % 8 + pair) * 4) & 15;
+            let code = u32::from_le_bytes(elements[i]) >> (k % 8 * 2 + pair * 16) & 15;
             VALUES[code as usize]
         })
     })
 }
 
 /// The values of sixteen outputs at k and k + 1.
-fn bf16_pair(pair: &[u8; 64]) -> [F; 2] {
+fn bf16_pair(_decoder: Decoder, pair: &[u8; 64]) -> [F; 2] {
     let values: &[[u8; 2]] = pair.as_chunks().0;
     std::array::from_fn(|k| std::array::from_fn(|i| half::bf16::from_le_bytes(values[2 * i + k]).to_f32()))
 }

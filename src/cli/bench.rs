@@ -1,0 +1,274 @@
+//! `lockstep bench`: the expert computation of one rank, next to what the machine could do at best.
+//!
+//! Needs no checkpoint, launcher or MPI: weights and tokens are made up. Knows nothing of routing or dispatch.
+
+mod report;
+mod work;
+
+use std::time::Instant;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use crate::backend::{BackendError, ExpertsSpec, Isa, build};
+use crate::exit::{Classify, Exit};
+use crate::numerics::activation::Activation;
+use report::Ceilings;
+pub use report::{BenchReport, BenchRow};
+use work::{Machine, Noise, Work, pack};
+
+/// Memory that is read to find the machine's bandwidth: beyond any cache.
+const READ_BYTES: usize = 512 << 20;
+
+/// Times the expert computation over made-up weights, beside the machine's bandwidth and FMA peak.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// The model whose expert widths and activation are taken.
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"])]
+    pub geometry: Option<BenchGeometry>,
+    /// Width of the experts' input and output.
+    #[arg(long, value_name = "N")]
+    pub hidden: Option<usize>,
+    /// Width between FC1 and FC2.
+    #[arg(long, value_name = "N")]
+    pub intermediate: Option<usize>,
+    /// Experts of the rank.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub experts: usize,
+    /// Rows that every expert computes; one line of the table each.
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1,4,16,64,256")]
+    pub rows_per_expert: Vec<usize>,
+    /// The technique: simd or reference.
+    #[arg(long, value_name = "NAME", default_value = "simd")]
+    pub backend: String,
+    /// The instruction set of simd: scalar, avx2 or avx512; absent: the machine's best.
+    #[arg(long, value_name = "ISA")]
+    pub isa: Option<Isa>,
+    /// Threads; 0: one a core.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub threads: usize,
+    /// Whether FC1's and FC2's inputs go through NVFP4.
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub activations: BenchActivations,
+    /// Measurements of which the median is printed.
+    #[arg(long, value_name = "N", default_value_t = 9)]
+    pub repeats: usize,
+    /// Prints one JSON object instead of the table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Models whose experts can be timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchGeometry {
+    /// 3584 x 3072, SiTU.
+    KimiK3,
+    /// 7168 x 2048, SwiGLU.
+    DeepseekV3,
+    /// 4096 x 1536, SwiGLU.
+    #[value(name = "qwen3-235b")]
+    Qwen3_235b,
+}
+
+impl BenchGeometry {
+    const fn widths(self) -> (usize, usize) {
+        match self {
+            Self::KimiK3 => (3584, 3072),
+            Self::DeepseekV3 => (7168, 2048),
+            Self::Qwen3_235b => (4096, 1536),
+        }
+    }
+
+    const fn activation(self) -> Activation {
+        match self {
+            Self::KimiK3 => Activation::Situ { beta: 4.0, linear_beta: Some(25.0) },
+            Self::DeepseekV3 | Self::Qwen3_235b => Activation::Swiglu,
+        }
+    }
+}
+
+/// Whether activations are quantised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BenchActivations {
+    /// Weights only.
+    Bf16,
+    /// FC1's and FC2's inputs go through NVFP4.
+    Quantised,
+}
+
+/// Why nothing could be timed.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// A count of zero.
+    #[error("{option} is 0; nothing would be timed")]
+    Zero {
+        /// The option.
+        option: &'static str,
+    },
+    /// Widths are needed.
+    #[error("{option} is missing; give --geometry, or both --hidden and --intermediate")]
+    Width {
+        /// The option.
+        option: &'static str,
+    },
+    /// The backend refuses.
+    #[error("cannot set up the expert computation")]
+    Backend(#[from] BackendError),
+}
+
+impl Classify for BenchError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Zero { .. } | Self::Width { .. } => Exit::BadInput,
+            Self::Backend(error) => error.exit(),
+        }
+    }
+}
+
+/// Packs experts, times them, and measures the ceilings in between.
+///
+/// # Errors
+/// If an option makes no sense, or the backend refuses.
+pub fn run(args: &BenchArgs) -> Result<BenchReport, BenchError> {
+    run_reading(args, READ_BYTES)
+}
+
+fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, BenchError> {
+    let (spec, isa) = (spec(args)?, args.isa.unwrap_or_else(Isa::detect));
+    for (option, is_zero) in [
+        ("--experts", args.experts == 0),
+        ("--repeats", args.repeats == 0),
+        ("--rows-per-expert", args.rows_per_expert.contains(&0)),
+    ] {
+        if is_zero {
+            return Err(BenchError::Zero { option });
+        }
+    }
+    let backend = build(&args.backend, args.threads, Some(isa))?;
+    let mut noise = Noise(1);
+    let experts = pack(&backend, spec, args.experts, &mut noise)?;
+    let machine = Machine::new(args.threads, isa, read_bytes)?;
+    let mut works: Vec<Work> =
+        args.rows_per_expert.iter().map(|rows| Work::new(&spec, args.experts, *rows, &mut noise)).collect();
+    let mut implementation = String::new();
+    for work in &mut works {
+        // Fills caches, buffers and branch predictors; not counted.
+        implementation = work.run(&*experts);
+    }
+    let (mut read_gbyte_per_s, mut fma_gflops) = (0.0_f64, 0.0_f64);
+    for _ in 0..args.repeats {
+        read_gbyte_per_s = read_gbyte_per_s.max(machine.read_gbyte_per_s());
+        fma_gflops = fma_gflops.max(machine.fma_gflops());
+        for work in &mut works {
+            let start = Instant::now();
+            work.run(&*experts);
+            work.times_us.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    let ceilings = Ceilings { weight_bytes: experts.weight_bytes() as f64, read_gbyte_per_s, fma_gflops };
+    Ok(BenchReport {
+        implementation,
+        isa: isa.name(),
+        num_threads: machine.simd.num_threads(),
+        num_experts: args.experts,
+        hidden: spec.hidden,
+        intermediate: spec.intermediate,
+        activations: args.activations,
+        repeats: args.repeats,
+        weight_bytes: experts.weight_bytes(),
+        read_gbyte_per_s,
+        fma_gflops,
+        rows: works.into_iter().map(|work| ceilings.row(work.rows_per_expert, work.flops, work.times_us)).collect(),
+    })
+}
+
+fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
+    let widths = args.geometry.map(BenchGeometry::widths);
+    let width = |given: Option<usize>, of_model: Option<usize>, option: &'static str| {
+        given.or(of_model).ok_or(BenchError::Width { option })
+    };
+    Ok(ExpertsSpec {
+        hidden: width(args.hidden, widths.map(|widths| widths.0), "--hidden")?,
+        intermediate: width(args.intermediate, widths.map(|widths| widths.1), "--intermediate")?,
+        activation: args.geometry.map_or(Activation::Swiglu, BenchGeometry::activation),
+        quantise_activations: args.activations == BenchActivations::Quantised,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: BenchArgs,
+    }
+
+    fn bench(line: &str) -> Result<BenchReport, BenchError> {
+        let words = std::iter::once("bench").chain(line.split_whitespace());
+        run_reading(&Line::try_parse_from(words).unwrap().args, 1 << 20)
+    }
+
+    #[test]
+    fn figures_follow_from_the_times() {
+        for mode in ["bf16", "quantised"] {
+            let line = format!(
+                "--hidden 64 --intermediate 48 --experts 2 --rows-per-expert 3,1 --repeats 3 --activations {mode}"
+            );
+            let report = bench(&line).unwrap();
+            assert_eq!(report.weight_bytes, 2 * 3 * (64 * 48 / 2 + 64 * 48 / 16));
+            assert_eq!(report.rows.iter().map(|row| row.rows_per_expert).collect::<Vec<_>>(), [3, 1]);
+            for row in &report.rows {
+                let flops = 2.0 * 3.0 * 64.0 * 48.0 * 2.0 * row.rows_per_expert as f64;
+                let near = |found: f64, expected: f64| (found / expected - 1.0).abs() < 1e-9;
+                assert!(near(row.gflops * row.median_us * 1e3, flops), "{row:?}");
+                assert!(near(row.packed_gbyte_per_s * row.median_us * 1e3, report.weight_bytes as f64), "{row:?}");
+                let by_memory = report.weight_bytes as f64 / report.read_gbyte_per_s / 1e3;
+                let by_flops = flops / report.fma_gflops / 1e3;
+                assert!(near(row.floor_us, by_memory.max(by_flops)), "{row:?}");
+                assert!(near(row.floor_share, row.bandwidth_share.max(row.peak_share)), "{row:?}");
+                assert!(row.min_us > 0.0 && row.min_us <= row.median_us, "{row:?}");
+            }
+            let text = report.to_string();
+            for part in ["floor = max(bytes / read, flops / peak)", "of peak", "rows/expert", &report.implementation] {
+                assert!(text.contains(part), "{part} is not in\n{text}");
+            }
+            let json = serde_json::to_value(&report).unwrap();
+            assert_eq!(json["rows"][1]["rows_per_expert"], 1);
+            assert_eq!(json["activations"], mode);
+        }
+    }
+
+    #[test]
+    fn both_backends_and_all_geometries_are_known() {
+        let reference =
+            bench("--hidden 32 --intermediate 16 --rows-per-expert 2 --repeats 1 --backend reference").unwrap();
+        assert_eq!(reference.implementation, "lockstep.reference.grouped_gemm.w4a16_nvfp4");
+        for (name, widths) in [("kimi-k3", (3584, 3072)), ("deepseek-v3", (7168, 2048)), ("qwen3-235b", (4096, 1536))] {
+            let args = Line::try_parse_from(["bench", "--geometry", name]).unwrap().args;
+            let spec = spec(&args).unwrap();
+            assert_eq!((spec.hidden, spec.intermediate), widths, "{name}");
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_its_option() {
+        for (line, message) in [
+            ("--hidden 64 --intermediate 48 --repeats 0", "--repeats is 0; nothing would be timed"),
+            ("--hidden 64 --intermediate 48 --rows-per-expert 1,0", "--rows-per-expert is 0; nothing would be timed"),
+            ("--hidden 64 --intermediate 48 --experts 0", "--experts is 0; nothing would be timed"),
+        ] {
+            let error = bench(line).unwrap_err();
+            assert_eq!((error.to_string().as_str(), error.exit()), (message, Exit::BadInput));
+        }
+        let error = bench("--hidden 72 --intermediate 48").unwrap_err();
+        assert_eq!(error.exit(), Exit::BadInput);
+        for line in [&["bench"][..], &["bench", "--hidden", "64"], &["bench", "--geometry", "gpt"]] {
+            assert!(Line::try_parse_from(line).is_err(), "{line:?}");
+        }
+    }
+}

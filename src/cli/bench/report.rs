@@ -1,0 +1,141 @@
+//! What a bench prints: times beside the floor, for people and for machines.
+
+use std::fmt;
+
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+use super::BenchActivations;
+
+/// What was timed, and how fast it was.
+#[derive(Debug, Clone, Serialize)]
+pub struct BenchReport {
+    /// The identity that ran, as `lockstep.simd.grouped_gemm.w4a16_nvfp4`.
+    pub implementation: String,
+    /// The instruction set, of the kernels and of the measured peak.
+    pub isa: &'static str,
+    /// Threads, of the kernels and of the measured ceilings.
+    pub num_threads: usize,
+    /// Experts.
+    pub num_experts: usize,
+    /// Width of the experts' input and output.
+    pub hidden: usize,
+    /// Width between FC1 and FC2.
+    pub intermediate: usize,
+    /// Whether activations were quantised.
+    pub activations: BenchActivations,
+    /// Measurements of each line.
+    pub repeats: usize,
+    /// Bytes of all packed weights.
+    pub weight_bytes: u64,
+    /// Reads of memory on all threads, the best of `repeats`.
+    pub read_gbyte_per_s: f64,
+    /// Fused multiply-adds in registers on all threads, the best of `repeats`.
+    pub fma_gflops: f64,
+    /// A line for each number of rows.
+    pub rows: Vec<BenchRow>,
+}
+
+/// One line of the table.
+#[derive(Debug, Clone, Serialize)]
+pub struct BenchRow {
+    /// Rows of every expert.
+    pub rows_per_expert: usize,
+    /// The median.
+    pub median_us: f64,
+    /// The fastest.
+    pub min_us: f64,
+    /// flops / median.
+    pub gflops: f64,
+    /// weight bytes / median.
+    pub packed_gbyte_per_s: f64,
+    /// weight bytes / median over the read bandwidth.
+    pub bandwidth_share: f64,
+    /// flops / median over the FMA peak.
+    pub peak_share: f64,
+    /// max(weight bytes / read bandwidth, flops / FMA peak)
+    pub floor_us: f64,
+    /// floor / median.
+    pub floor_share: f64,
+}
+
+/// What a time is compared with.
+pub(super) struct Ceilings {
+    pub(super) weight_bytes: f64,
+    pub(super) read_gbyte_per_s: f64,
+    pub(super) fma_gflops: f64,
+}
+
+impl Ceilings {
+    /// The line of `times_us`, which are not empty.
+    pub(super) fn row(&self, rows_per_expert: usize, flops: f64, mut times_us: Vec<f64>) -> BenchRow {
+        times_us.sort_by(f64::total_cmp);
+        let median_us = times_us[times_us.len() / 2];
+        let gflops = flops / median_us / 1e3;
+        let packed_gbyte_per_s = self.weight_bytes / median_us / 1e3;
+        let floor_us = (self.weight_bytes / self.read_gbyte_per_s / 1e3).max(flops / self.fma_gflops / 1e3);
+        BenchRow {
+            rows_per_expert,
+            median_us,
+            min_us: times_us[0],
+            gflops,
+            packed_gbyte_per_s,
+            bandwidth_share: packed_gbyte_per_s / self.read_gbyte_per_s,
+            peak_share: gflops / self.fma_gflops,
+            floor_us,
+            floor_share: floor_us / median_us,
+        }
+    }
+}
+
+impl fmt::Display for BenchReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{} on {} with {} threads: {} experts of {} x {}, {:.1} MB packed, median of {}",
+            self.implementation,
+            self.isa,
+            self.num_threads,
+            self.num_experts,
+            self.hidden,
+            self.intermediate,
+            self.weight_bytes as f64 / 1e6,
+            self.repeats
+        )?;
+        writeln!(
+            f,
+            "measured beside it: {:.1} GB/s read, {:.1} GFLOPS of fused multiply-adds",
+            self.read_gbyte_per_s, self.fma_gflops
+        )?;
+        writeln!(
+            f,
+            "flops = 2 * 3 * hidden * intermediate * experts * rows; bytes = packed weights, read once; \
+             floor = max(bytes / read, flops / peak)"
+        )?;
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        table.set_header(["rows/expert", "median us", "GFLOPS", "of peak", "GB/s", "of read", "floor us", "of floor"]);
+        for row in &self.rows {
+            table.add_row([
+                row.rows_per_expert.to_string(),
+                format!("{:.0}", row.median_us),
+                format!("{:.1}", row.gflops),
+                format!("{:.0} %", 100.0 * row.peak_share),
+                format!("{:.1}", row.packed_gbyte_per_s),
+                format!("{:.0} %", 100.0 * row.bandwidth_share),
+                format!("{:.0}", row.floor_us),
+                format!("{:.0} %", 100.0 * row.floor_share),
+            ]);
+        }
+        for column in table.column_iter_mut() {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        writeln!(f, "{table}")?;
+        let losing: Vec<String> =
+            self.rows.iter().filter(|row| row.floor_share < 0.5).map(|row| row.rows_per_expert.to_string()).collect();
+        if losing.is_empty() {
+            return write!(f, "no row takes more than twice its floor");
+        }
+        write!(f, "more than twice the floor: {} rows an expert", losing.join(", "))
+    }
+}

@@ -1,0 +1,155 @@
+//! What a bench times: made-up experts and tokens, and the machine itself.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::backend::simd::{ReadBuffer, Simd};
+use crate::backend::{Backend, BackendError, ExpertBatch, Experts, ExpertsSpec, Isa};
+use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
+use crate::numerics::nvfp4::{self, BLOCK};
+
+/// What one measurement of the FMA peak should last.
+const PEAK_SECONDS: f64 = 0.02;
+
+/// FC1's `input_scale` of the made-up tokens, whose sigma is 1.
+const TOKEN_SCALE: f32 = 5.0 / 2688.0;
+
+/// xorshift64: the numbers do not matter, but that no two experts are alike does.
+pub(super) struct Noise(pub(super) u64);
+
+impl Noise {
+    fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| self.bits().to_le_bytes()).collect();
+        bytes.truncate(len);
+        bytes
+    }
+
+    /// Even over -1.7 to 1.7, which is sigma 1, with the eight bits of a bf16.
+    fn value(&mut self) -> f32 {
+        f32::from((self.bits() >> 56) as u8) / 75.0 - 1.7
+    }
+
+    /// Weights that give products of sigma near 1.5.
+    fn projection(&mut self, out_features: usize, in_features: usize) -> Projection {
+        let elements = out_features * in_features;
+        // 2^-2 to just under 2^2; with codes drawn evenly a value's root mean square is near 4.6.
+        let block_scales: Vec<u8> = self.bytes(elements / BLOCK).into_iter().map(|byte| 0x28 + byte % 0x20).collect();
+        Projection {
+            out_features,
+            in_features,
+            data: ProjectionData::Nvfp4 {
+                packed: TensorBytes::Owned(self.bytes(elements / 2).into()),
+                block_scales: TensorBytes::Owned(block_scales.into()),
+                global_scale: 1.5 / 4.6 / (in_features as f32).sqrt(),
+                input_scale: Some(TOKEN_SCALE),
+            },
+        }
+    }
+}
+
+/// Packs experts, one at a time.
+pub(super) fn pack(
+    backend: &Arc<dyn Backend>,
+    spec: ExpertsSpec,
+    num_experts: usize,
+    noise: &mut Noise,
+) -> Result<Box<dyn Experts>, BackendError> {
+    let mut builder = backend.experts(spec, num_experts)?;
+    for _ in 0..num_experts {
+        builder.push(&ExpertTensors {
+            gate: noise.projection(spec.intermediate, spec.hidden),
+            up: noise.projection(spec.intermediate, spec.hidden),
+            down: noise.projection(spec.hidden, spec.intermediate),
+        })?;
+    }
+    Ok(builder.finish())
+}
+
+/// The batch of one line: every expert computes the same tokens.
+pub(super) struct Work {
+    pub(super) rows_per_expert: usize,
+    pub(super) flops: f64,
+    tokens: Vec<f32>,
+    token_scale: f32,
+    row_token: Vec<u32>,
+    expert_offsets: Vec<usize>,
+    out: Vec<f32>,
+    pub(super) times_us: Vec<f64>,
+}
+
+impl Work {
+    pub(super) fn new(spec: &ExpertsSpec, num_experts: usize, rows_per_expert: usize, noise: &mut Noise) -> Self {
+        let num_rows = num_experts * rows_per_expert;
+        let mut tokens: Vec<f32> = (0..rows_per_expert * spec.hidden).map(|_| noise.value()).collect();
+        let mut token_scale = 1.0;
+        if spec.quantise_activations {
+            token_scale = TOKEN_SCALE;
+            let values = tokens.clone();
+            nvfp4::quantise_unscaled(&values, token_scale, &mut tokens);
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "tokens of one call fit in memory")]
+        let row_token = (0..num_rows).map(|row| (row % rows_per_expert) as u32).collect();
+        Self {
+            rows_per_expert,
+            flops: 2.0 * 3.0 * spec.hidden as f64 * spec.intermediate as f64 * num_rows as f64,
+            tokens,
+            token_scale,
+            row_token,
+            expert_offsets: (0..=num_experts).map(|expert| expert * rows_per_expert).collect(),
+            out: vec![0.0; num_rows * spec.hidden],
+            times_us: Vec::new(),
+        }
+    }
+
+    /// Runs once; returns the identity that ran.
+    pub(super) fn run(&mut self, experts: &dyn Experts) -> String {
+        let batch = ExpertBatch {
+            tokens: &self.tokens,
+            token_scale: self.token_scale,
+            row_token: &self.row_token,
+            expert_offsets: &self.expert_offsets,
+        };
+        let stats = experts.forward(&batch, &mut self.out);
+        stats.rows_by_identity.first().map_or_else(String::new, |(identity, _)| identity.to_string())
+    }
+}
+
+/// The machine at its best.
+pub(super) struct Machine {
+    pub(super) simd: Simd,
+    buffer: ReadBuffer,
+    rounds: u64,
+}
+
+impl Machine {
+    pub(super) fn new(num_threads: usize, isa: Isa, read_bytes: usize) -> Result<Self, BackendError> {
+        let mut machine = Self { simd: Simd::new(num_threads, isa)?, buffer: ReadBuffer::new(read_bytes)?, rounds: 64 };
+        loop {
+            let start = Instant::now();
+            let _ = machine.simd.fma_flops(machine.rounds);
+            if start.elapsed().as_secs_f64() >= PEAK_SECONDS {
+                return Ok(machine);
+            }
+            machine.rounds *= 2;
+        }
+    }
+
+    pub(super) fn fma_gflops(&self) -> f64 {
+        let start = Instant::now();
+        let flops = self.simd.fma_flops(self.rounds);
+        flops as f64 / start.elapsed().as_secs_f64() / 1e9
+    }
+
+    pub(super) fn read_gbyte_per_s(&self) -> f64 {
+        let start = Instant::now();
+        let bytes = self.simd.read_bytes(&self.buffer);
+        bytes as f64 / start.elapsed().as_secs_f64() / 1e9
+    }
+}
