@@ -17,7 +17,7 @@ Options:
   --deployment FILE    the deployment file (handed to the command)
   --hosts LIST         hosts with their ranks, as in node1:4,node2:4 (default: this host)
   --hostfile FILE      hosts, in mpirun's own form
-  --binary FILE        the program (default: target/release/lockstep, else lockstep in PATH)
+  --binary FILE        the program (default: the release build of this clone, else lockstep in PATH)
   --mpi-arg ARG        one more argument for mpirun; may be repeated
   --dry-run            prints the command instead of running it
   --help               prints this
@@ -80,7 +80,7 @@ done
 [ -z "$hostfile" ] || [ -r "$hostfile" ] || fail 2 "cannot read --hostfile $hostfile"
 
 if [ -z "$binary" ]; then
-    binary=$root/target/release/lockstep
+    binary=${CARGO_TARGET_DIR:-$root/target}/release/lockstep
     [ -x "$binary" ] || binary=$(command -v lockstep || echo "$binary")
 fi
 $dry_run || [ -x "$binary" ] || fail 3 "$binary is not there; build it with: cargo build --release"

@@ -119,20 +119,12 @@ fn has_mpirun() -> bool {
     Command::new("mpirun").arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// A program for the ranks: prints what reached it, and ends with the code it was told.
-fn probe(dir: &Path) -> PathBuf {
-    use std::os::unix::fs::PermissionsExt;
-    let path = dir.join("probe");
-    fs::write(&path, "#!/bin/sh\necho \"got $LOCKSTEP_NAME $*\"\nexit \"${LOCKSTEP_CODE:-0}\"\n").unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path
-}
-
 #[test]
 fn ranks_get_variables_and_arguments_and_their_exit_code_comes_back() {
     assert!(has_mpirun(), "these tests need Open MPI, as in: apt-get install openmpi-bin");
     let dir = tempfile::tempdir().unwrap();
-    let probe = probe(dir.path());
+    // Prints what reached it, and ends with the code it was told.
+    let probe = put(dir.path(), "probe", "echo \"got $LOCKSTEP_NAME $*\"; exit \"${LOCKSTEP_CODE:-0}\"");
     let run = |code: &str| {
         let mut command = script("mpirun.sh");
         command.args(["--ranks", "3", "--binary"]).arg(&probe).args(["run", "a b", "--json"]);
@@ -145,16 +137,25 @@ fn ranks_get_variables_and_arguments_and_their_exit_code_comes_back() {
     }
 }
 
-/// A search path with a cargo of this version, the few tools that the scripts use, and no rustup.
-fn path_with_cargo(dir: &Path, version: &str) {
-    use std::os::unix::fs::{PermissionsExt, symlink};
-    for tool in ["sed", "head", "sort", "dirname", "basename", "grep"] {
+/// Puts a shell script on a search path.
+fn put(dir: &Path, name: &str, body: &str) -> PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let path = dir.join(name);
+    fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// Runs a line of shell with the launchers' library, on a search path that holds the few tools it uses and what `dir`
+/// holds: no apt-get, no sudo and no rustup but those.
+fn library(dir: &Path, line: &str) -> (i32, String, String) {
+    for tool in ["sed", "head", "sort", "dirname", "basename", "grep", "env"] {
         let found = ["/usr/bin", "/bin"].iter().map(|bin| Path::new(bin).join(tool)).find(|path| path.exists());
-        symlink(found.unwrap(), dir.join(tool)).unwrap();
+        std::os::unix::fs::symlink(found.unwrap(), dir.join(tool)).unwrap();
     }
-    let cargo = dir.join("cargo");
-    fs::write(&cargo, format!("#!/bin/sh\necho 'cargo {version} (abc 2020-01-01)'\n")).unwrap();
-    fs::set_permissions(&cargo, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = Command::new("/bin/bash");
+    command.args(["-euc", &format!(". launch/lib.sh; {line}")]).current_dir(root());
+    output(command.env("PATH", dir).env("HOME", dir).env_remove("CARGO_HOME"))
 }
 
 #[test]
@@ -162,11 +163,8 @@ fn an_old_cargo_without_rustup_is_said_in_one_line() {
     let wanted = env!("CARGO_PKG_RUST_VERSION");
     for (version, is_new_enough) in [("1.88.0", false), ("1.9.0", false), ("1.89.0", true), ("1.100.0-nightly", true)] {
         let dir = tempfile::tempdir().unwrap();
-        path_with_cargo(dir.path(), version);
-        let mut command = Command::new("/bin/bash");
-        command.args(["-c", ". launch/lib.sh; find_cargo; echo \"${cargo[@]}\""]).current_dir(root());
-        command.env("PATH", dir.path()).env("HOME", dir.path()).env_remove("CARGO_HOME");
-        let (code, stdout, stderr) = output(&mut command);
+        put(dir.path(), "cargo", &format!("echo 'cargo {version} (abc 2020-01-01)'"));
+        let (code, stdout, stderr) = library(dir.path(), "find_cargo; echo \"${cargo[@]}\"");
         if is_new_enough {
             assert_eq!((code, stdout.as_str()), (0, "cargo\n"), "{version}: {stderr}");
         } else {
@@ -175,6 +173,40 @@ fn an_old_cargo_without_rustup_is_said_in_one_line() {
             assert!(stderr.contains(&format!("Rust {wanted}")) && stderr.contains("rustup"), "{version}: {stderr}");
         }
     }
+}
+
+#[test]
+fn rustup_is_used_where_cargo_is_old() {
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "cargo", "echo 'cargo 1.60.0'");
+    put(dir.path(), "rustup", "case $1 in run) echo 'cargo 1.99.0';; *) echo \"rustup $*\";; esac");
+    let (code, stdout, stderr) = library(dir.path(), "find_cargo; echo \"${cargo[@]}\"");
+    assert_eq!((code, stdout.as_str()), (0, "rustup run stable cargo\n"), "{stderr}");
+    assert!(stderr.contains("rustup toolchain install stable"), "{stderr}");
+}
+
+#[test]
+fn only_missing_packages_are_installed() {
+    let install = |missing: &str, id: &str, sudo: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        put(dir.path(), "dpkg-query", &format!("[ \"$3\" = '{missing}' ] && exit 1; printf installed"));
+        put(dir.path(), "apt-get", "echo \"apt-get $*\" >&2");
+        put(dir.path(), "id", &format!("echo {id}"));
+        if sudo {
+            put(dir.path(), "sudo", "echo \"sudo $*\" >&2; exec \"$@\"");
+        }
+        let (code, _, stderr) = library(dir.path(), "install_build_packages");
+        (code, stderr)
+    };
+    assert_eq!(install("", "0", false), (0, String::new()), "nothing is missing, nothing is asked for");
+    let (code, stderr) = install("libclang-dev", "0", false);
+    assert_eq!(code, 0, "{stderr}");
+    assert!(stderr.contains("install -y -qq --no-install-recommends libclang-dev\n"), "{stderr}");
+    assert!(!stderr.contains("openmpi"), "{stderr}");
+    let (code, stderr) = install("libclang-dev", "1000", true);
+    assert!(code == 0 && stderr.contains("sudo apt-get update"), "{stderr}");
+    let (code, stderr) = install("libclang-dev", "1000", false);
+    assert!(code == 3 && stderr.contains("root") && stderr.contains("sudo"), "{code}: {stderr}");
 }
 
 #[test]
