@@ -14,7 +14,8 @@ struct Door {
 
 const DOORS: &[Door] = &[
     Door { rule: "mpi", words: &["mpi::", "use mpi", "mod mpi", "extern crate mpi"], keepers: &["src/world/"] },
-    Door { rule: "memory maps", words: &["memmap2"], keepers: &["src/checkpoint/"] },
+    // Packed weights lie in anonymous maps: whole pages that go back to the system one matrix at a time.
+    Door { rule: "memory maps", words: &["memmap2"], keepers: &["src/checkpoint/", "src/backend/simd/pack.rs"] },
     Door {
         rule: "files",
         words: &["std::fs", "fs::File", "OpenOptions", "tempfile", "NamedTempFile"],
