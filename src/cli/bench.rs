@@ -13,6 +13,9 @@ use serde::Serialize;
 use crate::backend::{BackendError, ExpertsSpec, Isa, build};
 use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
+
+use super::failure::Failure;
+use super::output;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
 use work::{Machine, Noise, Work, pack};
@@ -124,6 +127,20 @@ impl Classify for BenchError {
             Self::Backend(error) => error.exit(),
         }
     }
+}
+
+/// Runs the benchmark and prints it.
+///
+/// # Errors
+/// As [`run`], or if standard output cannot be written.
+pub fn command(args: &BenchArgs) -> Result<Exit, Failure> {
+    let report = run(args)?;
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::line(report.to_string().trim_end())?
+    }
+    Ok(Exit::Fine)
 }
 
 /// Packs experts, times them, and measures the ceilings in between.

@@ -441,5 +441,4 @@ fn human_bytes(num_bytes: u64) -> String {
 }
 
 #[cfg(test)]
-#[path = "inspect_tests.rs"]
 mod tests;

@@ -2,6 +2,7 @@
 //!
 //! Decides nothing that the library does not decide; prints through [`output`] alone.
 
+pub mod bench;
 pub mod failure;
 pub mod inspect;
 pub mod job;
@@ -47,6 +48,8 @@ pub enum Command {
     Run(options::RunArgs),
     /// Runs one layer and compares it with the reference or with expected values
     Verify(options::VerifyArgs),
+    /// Times the expert computation of one rank beside the machine's bandwidth and peak
+    Bench(bench::BenchArgs),
     /// Says what is in a checkpoint, and everything that is wrong with it
     Inspect(inspect::InspectArgs),
     /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
@@ -89,6 +92,7 @@ fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
     match command {
         Command::Run(args) => run::command(&args, env),
         Command::Verify(args) => verify::command(&args, env),
+        Command::Bench(args) => bench::command(&args),
         Command::Inspect(args) => inspect::command(&args, env),
         Command::Sample(args) => sample::run(&args, env),
     }

@@ -4,6 +4,7 @@ use half::bf16;
 
 use crate::checkpoint::{self, CheckpointError, OutputData, OutputTensor};
 use crate::exit::{Classify, Exit, Known};
+use crate::fault::Stage;
 use crate::report::RunReport;
 use crate::world::{Refusal, World};
 
@@ -75,6 +76,7 @@ fn show(report: &RunReport, as_json: bool) -> Result<(), OutputError> {
 /// The same on all ranks.
 pub fn run(world: &World, args: &RunArgs, job: &Job<'_>) -> Result<Option<RunReport>, RunError> {
     let Results { layers, report } = job::execute(world, job)?;
+    world.agree(world.fault(Stage::Write))?;
     let written = if world.is_root() { write(args, &layers, report.as_ref()) } else { Ok(()) };
     world.agree(written)?;
     Ok(report)

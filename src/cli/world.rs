@@ -102,7 +102,7 @@ pub fn in_world(
     common: &CommonArgs,
     body: impl FnOnce(&World, &Started) -> Result<Exit, Failure>,
 ) -> Result<Exit, Failure> {
-    install_panic_hook();
+    install_panic_hook(|message| output::note(message));
     end_on_signals(checkpoint::remove_unfinished).map_err(|source| StartError::Signals { source })?;
     let world = join(env)?;
     let ended = start(&world, env, common).map_err(Failure::from).and_then(|started| match started {

@@ -14,7 +14,7 @@ use crate::dispatch::host::{HostTransport, StepTag, exchange_sizes};
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::plan::Slots;
 use crate::exit::{Classify, Exit, Known};
-use crate::fault::{Injected, Stage};
+use crate::fault::{Action, Injected, Stage};
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::nvfp4;
@@ -204,7 +204,8 @@ impl MoeLayer {
         let hidden = self.geometry.expert_hidden;
         let all = Slots { num_topk: topk.num_topk, idx: &topk.idx, weights: &topk.weights };
         let num_tokens = all.num_tokens();
-        let tag = StepTag { layer: self.decision.layer, step, num_topk: topk.num_topk };
+        let drift = u64::from(world.has_fault(Stage::Dispatch, &Action::Drift));
+        let tag = StepTag { layer: self.decision.layer, step: step + drift, num_topk: topk.num_topk };
         let sizes = stats.times.dispatch(|| exchange_sizes(world, tag, num_tokens, capacity));
         let chunks = sizes.map_err(|error| world.refuse(error))?;
         stats.num_chunks = chunks.num_chunks as u64;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use super::RunReport;
 
@@ -106,9 +106,12 @@ fn phases(report: &RunReport) -> Table {
     table
 }
 
+/// A line under the header and nothing else: many rows stay readable.
+const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
+
 fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_header(header);
+    table.load_style(STYLE).set_header(header);
     table
 }
 

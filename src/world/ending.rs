@@ -25,15 +25,27 @@ pub(super) fn place() -> Option<(Rank, usize)> {
     PLACE.get().copied()
 }
 
-/// Makes a panic on any thread say its rank and end all ranks.
+/// How last words are printed: the log may be off, or not started yet.
+static SPEAK: OnceLock<fn(&str)> = OnceLock::new();
+
+/// Makes a panic on any thread say its rank and end all ranks. `speak` prints a message of several lines to standard
+/// error; it also prints who is missing when a limit passes.
 ///
 /// Without it the others would wait in a collective for ever: rsmpi finalises when it is dropped, and finalising waits.
-pub fn install_panic_hook() {
+pub fn install_panic_hook(speak: fn(&str)) {
+    let _ = SPEAK.set(speak);
     std::panic::set_hook(Box::new(|panic| {
         let place = PLACE.get().map_or(String::new(), |(rank, size)| format!("{rank} of {size}: "));
-        tracing::error!("{place}a bug in lockstep: {panic}");
+        last_words(&format!("{place}a bug in lockstep: {panic}"));
         abort_job(Exit::Bug);
     }));
+}
+
+pub(super) fn last_words(message: &str) {
+    match SPEAK.get() {
+        Some(speak) => speak(&format!("lockstep: error: {message}")),
+        None => tracing::error!("{message}"),
+    }
 }
 
 /// Ends all ranks at once with `exit`'s code, without waiting for any.
@@ -54,7 +66,7 @@ impl World {
         let Attendance { waiting, missing } = self.roll.call(&self.comm, wait);
         if waiting.first() == Some(&self.rank) {
             let Phase { name, limit } = self.phase.get();
-            tracing::error!(
+            last_words(&format!(
                 "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
                  If the work is only slow, raise timeouts.{name}_s",
                 if missing.is_empty() {
@@ -65,7 +77,7 @@ impl World {
                 limit.as_secs(),
                 Ranks(&waiting),
                 if waiting.len() == 1 { "s" } else { "" },
-            );
+            ));
         } else {
             std::thread::sleep(2 * GRACE);
         }

@@ -34,7 +34,7 @@ fn end(signal: i32, clean_up: fn()) {
         std::thread::sleep(OTHERS_WAIT);
     }
     let name = if signal == SIGINT { "Ctrl-C (SIGINT)" } else { "SIGTERM" };
-    tracing::error!("{rank} ends on {name}; nothing is left half-written");
+    ending::last_words(&format!("{rank} ends on {name}; nothing is left half-written"));
     // Not `process::exit`: that would run the MPI library's exit handlers while the main thread is inside it.
     signal_hook::low_level::exit(128 + signal);
 }
