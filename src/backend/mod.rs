@@ -63,6 +63,9 @@ pub trait Experts: Send + Sync {
     /// Computes the unweighted FC2 rows `[num_rows, hidden]` into `out`, which it overwrites.
     ///
     /// The bits of a row depend on its token and expert alone: not on the other rows, their number, or the threads.
+    ///
+    /// # Panics
+    /// If the batch or `out` does not fit these experts, which is a bug of the caller.
     fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats;
 
     /// Bytes the packed weights occupy.
@@ -89,7 +92,10 @@ pub trait ExpertsBuilder: Send {
 pub trait Linear: Send + Sync {
     /// `out[r, n] = sum over k of x[r, k] * w[n, k]` in fp32, one order over k whatever the number of rows.
     ///
-    /// `x` is `[num_rows, in_features]`, `out` `[num_rows, out_features]`.
+    /// `x` is `[num_rows, in_features]`, `out` `[num_rows, out_features]`. An NVFP4 weight's global scale multiplies the sums.
+    ///
+    /// # Panics
+    /// If the lengths do not fit, which is a bug of the caller.
     fn forward(&self, x: &[f32], out: &mut [f32]);
 
     /// Bytes the packed weight occupies.

@@ -1,7 +1,7 @@
 //! Bits of a row depend on its token and expert alone.
 
 use super::super::{ExpertBatch, ExpertsSpec};
-use super::{Case, Format, Rng, SITU, assert_same_bits, isas, reference, simd};
+use super::{Case, Format, Rng, SITU, assert_same_bits, isas, projection, reference, simd};
 use crate::backend::Isa;
 
 const FORMATS: [Format; 4] = [Format::Nvfp4, Format::Nvfp4, Format::Nvfp4, Format::Nvfp4];
@@ -94,5 +94,51 @@ fn h1_repeats_give_equal_bits() {
         let mut out = vec![f32::NAN; first.len()];
         experts.forward(&case.batch(), &mut out);
         assert_same_bits(&out, &first, case.spec.hidden, &format!("repeat {repeat}"));
+    }
+}
+
+/// Calls that overlap do not share buffers.
+#[test]
+fn overlapping_calls_keep_their_bits() {
+    let case = Case::new(16, spec(true), &FORMATS, &[9, 30, 0, 4]);
+    for backend in [reference(), simd(2, Isa::detect())] {
+        let experts = case.pack(&backend);
+        let run = || {
+            let mut out = vec![f32::NAN; case.row_token.len() * case.spec.hidden];
+            experts.forward(&case.batch(), &mut out);
+            out
+        };
+        let alone = run();
+        std::thread::scope(|scope| {
+            let callers: Vec<_> = (0..3).map(|_| scope.spawn(|| (0..20).map(|_| run()).collect::<Vec<_>>())).collect();
+            for caller in callers {
+                for out in caller.join().unwrap() {
+                    assert_same_bits(&out, &alone, case.spec.hidden, backend.technique());
+                }
+            }
+        });
+    }
+}
+
+/// A dense projection's rows do not depend on their number either.
+#[test]
+fn dense_rows_do_not_depend_on_their_neighbours() {
+    let mut rng = Rng::new(17);
+    let (out_features, in_features, num_rows) = (60, 176, 401);
+    for format in [Format::F32, Format::Bf16] {
+        let weight = projection(&mut rng, out_features, in_features, format);
+        let x = rng.normals(num_rows * in_features);
+        for backend in [reference(), simd(2, Isa::detect())] {
+            let linear = backend.linear(&weight).unwrap();
+            let mut all = vec![f32::NAN; num_rows * out_features];
+            linear.forward(&x, &mut all);
+            for (first, count) in [(0, 1), (400, 1), (17, 2), (3, 7), (100, 13), (5, 64)] {
+                let mut some = vec![f32::NAN; count * out_features];
+                linear.forward(&x[first * in_features..][..count * in_features], &mut some);
+                let expected = &all[first * out_features..][..count * out_features];
+                let what = format!("{}, {format:?}, {count} rows from {first}", backend.technique());
+                assert_same_bits(&some, expected, out_features, &what);
+            }
+        }
     }
 }

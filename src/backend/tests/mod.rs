@@ -5,6 +5,7 @@ mod activation;
 mod agreement;
 mod bits;
 mod cases;
+mod fixtures;
 mod mutations;
 mod oracle;
 mod refusals;
