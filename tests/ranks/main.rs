@@ -2,11 +2,12 @@
 //!
 //! Needs Open MPI. `cases` holds one test for each reduced case of other systems' faults, under the case's letter and
 //! number; `fixtures` compares with values computed outside this project; `bits` holds the determinism promises,
-//! `verdicts` the commands that judge, `loading` the promises about bytes and memory.
+//! `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory.
 
 mod bits;
 mod cases;
 mod fixtures;
+mod inspect;
 mod loading;
 mod support;
 mod verdicts;

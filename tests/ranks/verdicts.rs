@@ -1,17 +1,14 @@
-//! The commands that judge: `verify` tells right from wrong, `inspect` finds what is planted, `sample` makes what runs.
+//! The commands that judge and make: `verify` tells right from wrong, `sample` writes what runs.
 
-use std::fs;
 use std::path::Path;
 
-use crate::cases::d_files::{Sharded, spoilt_shards};
 use crate::fixtures::{figure, verdict, verify};
-use crate::support::checkpoint::{Checkpoint, delete_index, edit_index, expert_tensor, shard_name};
+use crate::inspect::inspect;
 use crate::support::fixtures;
-use crate::support::launch::{FAILURE_LIMIT, Outcome, alone, mpirun};
-use crate::support::made::S;
+use crate::support::launch::{FAILURE_LIMIT, alone, mpirun};
 use crate::support::run::{Work, files_in};
 use crate::support::safetensors;
-use crate::support::tensor::{Dtype, Tensor};
+use crate::support::tensor::Tensor;
 
 /// What is wrong makes `verify` exit 1 and say so; what cannot be compared is bad input.
 #[test]
@@ -78,105 +75,6 @@ fn verify_prints_for_people() {
     for word in ["relative l2", "norm ratio", "cosine", "largest"] {
         assert!(text.contains(word), "no {word:?}: {}", outcome.printed());
         assert_eq!(text.matches(word).count(), 1, "{word:?} once and not once a rank: {}", outcome.printed());
-    }
-}
-
-fn inspect(dir: &Path) -> Outcome {
-    alone().limit(FAILURE_LIMIT).args(["inspect".to_string(), dir.display().to_string()]).run()
-}
-
-/// Everything wrong with a checkpoint is on stdout or stderr, with a non-zero exit code and no panic.
-#[track_caller]
-fn assert_inspect_finds(dir: &Path, needles: &[&str], what: &str) {
-    let outcome = inspect(dir);
-    assert_ne!(outcome.code, 0, "{what}: {}", outcome.printed());
-    for needle in needles {
-        let said = outcome.stdout.contains(needle) || outcome.stderr.contains(needle);
-        assert!(said, "{what}: no {needle:?}: {}", outcome.printed());
-    }
-    assert!(!outcome.stderr.contains("panicked"), "{what}: {}", outcome.printed());
-}
-
-#[test]
-fn inspect_finds_d1() {
-    let work = Work::new();
-    let sharded = Sharded::new(&work);
-    let good = fs::read(sharded.second()).expect("the second shard");
-    for spoilt in spoilt_shards(&good) {
-        safetensors::write_bytes(&sharded.second(), &spoilt.bytes);
-        let mut needles = vec![shard_name(1, 2)];
-        needles.extend(spoilt.says);
-        assert_inspect_finds(&sharded.dir, &needles.iter().map(String::as_str).collect::<Vec<_>>(), spoilt.name);
-    }
-}
-
-#[test]
-fn inspect_finds_d2() {
-    let work = Work::new();
-    let gone = Sharded::new(&work);
-    fs::remove_file(gone.second()).expect("the second shard");
-    assert_inspect_finds(&gone.dir, &[&shard_name(1, 2)], "a shard missing");
-
-    let lacking = Sharded::new(&work);
-    let name = expert_tensor(0, 3, "up_proj", "weight");
-    let mut tensors = lacking.checkpoint.shard(1, 2);
-    tensors.remove(&name).expect("the tensor");
-    safetensors::write(&lacking.second(), &tensors);
-    assert_inspect_finds(&lacking.dir, &[&name], "a tensor missing");
-    delete_index(&lacking.dir);
-    assert_inspect_finds(&lacking.dir, &["up_proj"], "a tensor missing, no index");
-
-    let outside = Sharded::new(&work);
-    edit_index(&outside.dir, |index| index["weight_map"][&name] = "../x.safetensors".into());
-    assert_inspect_finds(&outside.dir, &["../x.safetensors"], "a path outside");
-
-    let stray = Sharded::new(&work);
-    safetensors::write(&stray.dir.join("model-extra.safetensors"), &stray.checkpoint.shard(1, 2));
-    let outcome = inspect(&stray.dir).expect_code(0);
-    let text = format!("{}{}", outcome.stdout, outcome.stderr);
-    assert!(text.contains("model-extra.safetensors"), "a stray shard: {}", outcome.printed());
-}
-
-/// Faults of single tensors, planted one at a time and then all at once: every one is reported.
-#[test]
-fn inspect_finds_c2_c5_d4() {
-    type Plant = fn(&mut Checkpoint, &str);
-    let plants: [(String, Plant); 7] = [
-        (expert_tensor(0, 0, "gate_proj", "input_scale"), |c, name| *c.tensor(name) = Tensor::scalar(0.0)),
-        (expert_tensor(0, 0, "up_proj", "input_scale"), |c, name| *c.tensor(name) = Tensor::scalar(f32::NAN)),
-        (expert_tensor(0, 1, "down_proj", "input_scale"), |c, name| *c.tensor(name) = Tensor::scalar(-1.0)),
-        (expert_tensor(0, 1, "up_proj", "weight_scale_2"), |c, name| *c.tensor(name) = Tensor::scalar(3584.0)),
-        (expert_tensor(0, 2, "gate_proj", "weight"), |c, name| c.tensor(name).shape.reverse()),
-        (expert_tensor(0, 2, "up_proj", "weight_scale"), |c, name| c.tensor(name).bytes[77] = 0x7F),
-        (expert_tensor(0, 3, "up_proj", "weight"), |c, name| c.tensor(name).dtype = Dtype::F8E4M3),
-    ];
-    let work = Work::new();
-    let s = S::new(4, 128, 256);
-    let mut all = s.checkpoint();
-    for (name, plant) in &plants {
-        let mut one = s.checkpoint();
-        plant(&mut one, name);
-        plant(&mut all, name);
-        let outcome = inspect(&work.checkpoint(&one));
-        let text = format!("{}{}", outcome.stdout, outcome.stderr);
-        assert!(text.contains(name.as_str()), "{name} is not reported: {}", outcome.printed());
-    }
-    let names: Vec<&str> = plants.iter().map(|(name, _)| name.as_str()).collect();
-    assert_inspect_finds(&work.checkpoint(&all), &names, "all faults at once");
-
-    let mut renamed = s.checkpoint();
-    renamed.rename("weight_scale_2", "weight_global_scale");
-    assert_inspect_finds(&work.checkpoint(&renamed), &["weight_global_scale"], "compressed-tensors names");
-}
-
-#[test]
-fn inspect_accepts_the_fixtures() {
-    for fixture in fixtures::all() {
-        let outcome = inspect(&fixtures::checkpoint(fixture.name)).expect_code(0);
-        for layer in &fixture.layers {
-            assert!(outcome.stdout.contains(&layer.layer.to_string()), "{}", outcome.printed());
-        }
-        assert!(outcome.stdout.to_lowercase().contains("nvfp4"), "{}", outcome.printed());
     }
 }
 

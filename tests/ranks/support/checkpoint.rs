@@ -69,9 +69,7 @@ impl Checkpoint {
                 }
             }
         }
-        let routers: Vec<String> = (0..num_layers).map(|layer| format!("model.layers.{layer}.mlp.gate")).collect();
-        let mut excluded = vec!["lm_head".to_string()];
-        excluded.extend(routers);
+        let excluded: Vec<String> = (0..num_layers).map(|layer| format!("model.layers.{layer}.mlp.gate")).collect();
         Self {
             geometry,
             tensors,
