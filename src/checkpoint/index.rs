@@ -65,6 +65,9 @@ pub(super) fn read_table(
     Ok(TensorTable::new(entries, shards))
 }
 
+/// Inputs that lie beside a sample's shards: no part of the checkpoint, and nothing odd.
+pub const INPUTS: &str = "inputs.safetensors";
+
 fn from_index(
     dir: &Path,
     text: &str,
@@ -78,7 +81,7 @@ fn from_index(
     let extra: Vec<_> = present
         .iter()
         .filter_map(|path| path.file_name()?.to_str())
-        .filter(|&name| !names.iter().any(|n| n == name))
+        .filter(|&name| name != INPUTS && !names.iter().any(|n| n == name))
         .collect();
     if !extra.is_empty() {
         warnings.push(Warning::ExtraShards { files: extra.into_iter().map(str::to_owned).collect() });

@@ -41,6 +41,7 @@ use std::path::{Path, PathBuf};
 pub use activations::{Matrix, MatrixDtype, read_activations, read_topk};
 pub use error::CheckpointError;
 pub use header_error::HeaderError;
+pub use index::INPUTS;
 pub use layout_error::LayoutError;
 pub use manifest::LayerManifest;
 pub use modules::ModuleCounts;

@@ -186,12 +186,5 @@ fn quoted(text: &str) -> String {
 
 /// An activation as its key takes it.
 fn activation(value: Option<Activation>) -> String {
-    match value {
-        None => "checkpoint".to_owned(),
-        Some(Activation::Swiglu) => "swiglu".to_owned(),
-        // Only a checkpoint asks for a clamp; no key does, and this text is refused when read back.
-        Some(Activation::SwigluClamp { limit }) => format!("swiglu with clamp {limit}"),
-        Some(Activation::Situ { beta, linear_beta: None }) => format!("situ:{beta}"),
-        Some(Activation::Situ { beta, linear_beta: Some(linear_beta) }) => format!("situ:{beta},{linear_beta}"),
-    }
+    value.map_or_else(|| "checkpoint".to_owned(), |activation| activation.to_string())
 }

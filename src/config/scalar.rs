@@ -259,20 +259,15 @@ impl Scalar {
             })?;
             #[expect(
                 clippy::cast_possible_truncation,
-                reason = "the activation computes in f32; range is checked below"
+                reason = "the activation computes in f32; its constructor checks"
             )]
-            let value = value as f32;
-            if value.is_finite() && value > 0.0 {
-                Ok(value)
-            } else {
-                Err(self.refuse(WANTED, format!("; {part} is not finite and greater than 0 as a 32-bit float")))
-            }
+            Ok(value as f32)
         };
         let (beta, linear_beta) = match constants.split_once(',') {
             Some((beta, linear_beta)) => (constant(beta)?, Some(constant(linear_beta)?)),
             None => (constant(constants)?, None),
         };
-        Ok(Some(Activation::Situ { beta, linear_beta }))
+        Activation::situ(beta, linear_beta).map(Some).map_err(|error| self.refuse(WANTED, format!("; {error}")))
     }
 }
 

@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use crate::checkpoint;
+
 pub use error::SampleError;
 pub use presets::Geometry;
 use random::Content;
@@ -224,7 +226,7 @@ impl Plan {
             weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), Value::from(file.clone()))));
         }
         let inputs = std::slice::from_ref(&self.inputs);
-        shards::write(&dir.join("inputs.safetensors"), inputs, self.spec.seed, written)?;
+        shards::write(&dir.join(checkpoint::INPUTS), inputs, self.spec.seed, written)?;
         let total_size: u64 = self.shards.iter().flatten().map(TensorPlan::num_bytes).sum();
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
         let mut texts = vec![("model.safetensors.index.json", index), ("config.json", configs::config(&self.spec))];

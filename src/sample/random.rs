@@ -6,16 +6,14 @@
 
 use std::sync::OnceLock;
 
+use crate::numerics::{e2m1, e4m3};
+
 /// Bytes that are filled at once; a multiple of every word's share of output.
 pub const CHUNK_BYTES: usize = 1 << 20;
 
 /// Values of a full table: one a 16-bit draw.
 const QUANTILES: usize = 1 << 16;
 
-/// The magnitudes of e2m1 codes 0 to 7.
-const E2M1: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-/// The e4m3 bits of 448, the largest block scale.
-const LARGEST_SCALE: u8 = 0x7E;
 /// The largest NVFP4 value in units of the global scale: 6 * 448.
 pub const LARGEST_VALUE: f64 = 2688.0;
 
@@ -146,7 +144,7 @@ impl Filler {
                     }
                 });
                 if offset == 0 {
-                    out[0] = LARGEST_SCALE;
+                    out[0] = e4m3::encode(e4m3::MAX);
                 }
             }
             Table::Bf16(table) => self.stream.fill(offset, 8, out, |word, bytes| {
@@ -223,16 +221,20 @@ fn block_maxima() -> Vec<f64> {
 const TENSOR_MAXIMUM: f64 = 5.5;
 
 /// e4m3 block scales of a normal tensor, as its largest value has the scale 448.
+#[expect(clippy::cast_possible_truncation, reason = "quantiles are rounded to eight-bit formats next")]
 fn block_scales() -> &'static [u8] {
     static TABLE: OnceLock<Vec<u8>> = OnceLock::new();
-    TABLE.get_or_init(|| block_maxima().iter().map(|maximum| nearest_e4m3(448.0 * maximum / TENSOR_MAXIMUM)).collect())
+    TABLE.get_or_init(|| {
+        block_maxima().iter().map(|maximum| e4m3::encode((448.0 * maximum / TENSOR_MAXIMUM) as f32)).collect()
+    })
 }
 
 /// e2m1 codes of normal values, scaled so that the median block's largest becomes 6.
+#[expect(clippy::cast_possible_truncation, reason = "quantiles are rounded to four-bit codes next")]
 fn codes() -> Vec<u8> {
     let median_maximum = block_maxima()[128];
     let quantiles = normal_quantiles();
-    (0..256).map(|draw| nearest_e2m1(quantiles[draw * 256 + 128] * 6.0 / median_maximum)).collect()
+    (0..256).map(|draw| e2m1::encode((quantiles[draw * 256 + 128] * 6.0 / median_maximum) as f32)).collect()
 }
 
 fn packed_codes() -> &'static [u8] {
@@ -246,28 +248,9 @@ fn packed_codes() -> &'static [u8] {
 /// The standard deviation of code * block scale: what a global scale has to be multiplied with to give a weight's.
 pub fn nvfp4_sigma() -> f64 {
     let mean_square = |values: Vec<f64>| values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64;
-    let of_codes = mean_square(codes().iter().map(|code| E2M1[usize::from(code & 7)]).collect());
-    let of_scales = mean_square(block_scales().iter().map(|scale| e4m3(*scale)).collect());
+    let of_codes = mean_square(codes().iter().map(|code| f64::from(e2m1::decode(*code))).collect());
+    let of_scales = mean_square(block_scales().iter().map(|scale| f64::from(e4m3::decode(*scale))).collect());
     libm::sqrt(of_codes * of_scales)
-}
-
-fn nearest_e2m1(value: f64) -> u8 {
-    let sign = if value < 0.0 { 8 } else { 0 };
-    sign | nearest(value.abs(), (0..8).map(|code| (code, E2M1[usize::from(code)])))
-}
-
-fn nearest_e4m3(value: f64) -> u8 {
-    nearest(value, (0..=LARGEST_SCALE).map(|bits| (bits, e4m3(bits))))
-}
-
-fn nearest(value: f64, candidates: impl Iterator<Item = (u8, f64)>) -> u8 {
-    candidates.min_by(|(_, a), (_, b)| (a - value).abs().total_cmp(&(b - value).abs())).map_or(0, |(code, _)| code)
-}
-
-/// The value of e4m3 bits without a sign.
-fn e4m3(bits: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(bits >> 3), f64::from(bits & 7));
-    if exponent == 0 { mantissa * libm::exp2(-9.0) } else { (8.0 + mantissa) * libm::exp2(f64::from(exponent) - 10.0) }
 }
 
 #[cfg(test)]
@@ -322,11 +305,11 @@ mod tests {
     fn weights_have_the_deviation_that_is_claimed() {
         let codes = filled(&Content::Codes, 1 << 20);
         let scales = filled(&Content::BlockScales, 1 << 17);
-        let value = |code: u8| if code < 8 { E2M1[usize::from(code)] } else { -E2M1[usize::from(code - 8)] };
+        let value = |code: u8| f64::from(e2m1::decode(code));
         let (mut sum, mut squares) = (0.0, 0.0);
         for (idx, byte) in codes.iter().enumerate() {
             for code in [byte & 15, byte >> 4] {
-                let weight = value(code) * e4m3(scales[idx / 8]);
+                let weight = value(code) * f64::from(e4m3::decode(scales[idx / 8]));
                 sum += weight;
                 squares += weight * weight;
             }
@@ -335,17 +318,11 @@ mod tests {
         assert!((sum / count).abs() < 1.0, "mean {}", sum / count);
         let sigma = libm::sqrt(squares / count);
         assert!((sigma / nvfp4_sigma() - 1.0).abs() < 0.01, "{sigma} against {}", nvfp4_sigma());
-        assert_eq!((codes[0] & 15, scales[0]), (7, LARGEST_SCALE), "the tensor's largest value is 2688 global scales");
-        assert!(scales.iter().all(|scale| (1..=LARGEST_SCALE).contains(scale)));
-    }
-
-    #[test]
-    fn formats_are_read_as_published() {
-        for (bits, value) in [(0x38, 1.0), (0x7E, 448.0), (0x01, 0.001_953_125), (0x08, 0.015_625), (0x48, 4.0)] {
-            assert_eq!(e4m3(bits), value, "0x{bits:02x}");
-            assert_eq!(nearest_e4m3(value), bits);
-        }
-        assert_eq!(nearest_e2m1(-100.0), 15);
-        assert_eq!(nearest_e2m1(1.1), 2);
+        assert_eq!(
+            (codes[0] & 15, scales[0]),
+            (7, e4m3::encode(e4m3::MAX)),
+            "the tensor's largest value is 2688 global scales"
+        );
+        assert!(scales.iter().all(|scale| (1..=e4m3::encode(e4m3::MAX)).contains(scale)));
     }
 }
