@@ -328,7 +328,7 @@ fn case_i2_activation_constants() {
     assert!(Scalar::bare("situ:").activation().is_err());
     insta::assert_snapshot!(refused("moe.activation", "situ"), @"takes checkpoint, swiglu or situ:BETA[,LINEAR_BETA], found situ; SiTU needs its constants, as in situ:4,25");
     insta::assert_snapshot!(refused("moe.activation", "situ:4,.inf"), @"takes checkpoint, swiglu or situ:BETA[,LINEAR_BETA], found situ:4,.inf; a constant takes a number greater than 0, found .inf; it must be finite");
-    insta::assert_snapshot!(refused("moe.activation", "situ:1e-60"), @"takes checkpoint, swiglu or situ:BETA[,LINEAR_BETA], found situ:1e-60; 1e-60 is not finite and greater than 0 as a 32-bit float");
+    insta::assert_snapshot!(refused("moe.activation", "situ:1e-60"), @"takes checkpoint, swiglu or situ:BETA[,LINEAR_BETA], found situ:1e-60; the activation's constant beta is 0; it must be finite and greater than 0");
     insta::assert_snapshot!(refused("moe.activation", "swigelu"), @"takes checkpoint, swiglu or situ:BETA[,LINEAR_BETA], found swigelu; did you mean swiglu?");
 }
 
