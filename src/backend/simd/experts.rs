@@ -98,7 +98,9 @@ impl Experts for Group {
     fn workspace_bytes(&self, num_rows: usize) -> u64 {
         let values = num_rows.min(MAX_WAVE_ROWS) * (self.spec.hidden + self.spec.intermediate);
         let scratch = self.shared.num_threads * Scratch::bytes(num_rows.min(MAX_UNIT_ROWS));
-        (values * size_of::<f32>() + scratch) as u64
+        // A task is at least as wide as a kernel call.
+        let parts = num_rows.min(MAX_WAVE_ROWS) * (self.spec.hidden / LANES).div_ceil(MAX_PANELS);
+        (values * size_of::<f32>() + scratch + parts * size_of::<&mut [f32]>()) as u64
     }
 }
 

@@ -194,7 +194,9 @@ fn pack_codes(raw: &Raw<'_>, panel: usize, order: Order, out: &mut [u8]) {
 fn pack_scales(raw: &Raw<'_>, panel: usize, out: &mut [u8]) {
     for (lane, row) in raw.lanes(panel) {
         for (scale, out) in row.iter().zip(out.as_chunks_mut::<LANES>().0) {
-            out[lane] = *scale;
+            debug_assert!(*scale <= 0x80 && *scale != 0x7F, "block scales are checked when they are read");
+            // Kernels read the bits as an f16 of another bias, and -0 would not be zero there.
+            out[lane] = scale & 0x7F;
         }
     }
 }
