@@ -137,6 +137,31 @@ fn c2_absent_and_reshaped_scales() {
     }
 }
 
+/// FC1's input scale is the largest of the layer over all ranks: one expert's, wherever it lives, counts for all.
+#[test]
+fn c2_input_scale_is_reduced_over_all_ranks() {
+    let work = Work::new();
+    let s = S::new(4, 128, 128);
+    for widest in 0..4 {
+        let mut checkpoint = s.checkpoint();
+        for projection in ["gate_proj", "up_proj"] {
+            // A token of 4 fits this expert's scale alone; by any other it would clip to 1.
+            checkpoint.set_scalar(widest, projection, "input_scale", 4.0 / 2688.0);
+            (0..4).for_each(|expert| checkpoint.set_scalar(expert, projection, "weight_scale_2", 0.25));
+        }
+        let checkpoint = work.checkpoint(&checkpoint);
+        let run = Run::new(&work, &checkpoint, &s.tokens(4, 4.0)).choice(&Choice::single(0..4));
+        for backend in BACKENDS {
+            for ranks in 1..=4 {
+                let done = run.clone().ranks(ranks).backend(backend).activations("quantised").succeed();
+                let what = format!("expert {widest} has the largest scale, {backend} R={ranks}");
+                assert_answers(done.layer(0), 0, "quantised", &[1.0, 2.0, 4.0, 8.0], &what);
+                assert_eq!(done.report.layer(0)["fc1_input"]["num_saturated"], 0, "{what}");
+            }
+        }
+    }
+}
+
 /// Gate and up with different global scales: each half keeps its own.
 #[test]
 fn c3_gate_and_up_scales_differ() {
