@@ -69,8 +69,10 @@ fn a3_one_sided_traffic() {
     }
 }
 
-/// The alternation of A3 (iii): three layers stand for three kinds of step, and are applied in turn.
-fn a3_alternate(steps: usize) {
+/// 5,000 steps that alternate: three layers stand for three kinds of step, and are applied in turn.
+#[test]
+fn a3_alternating_steps() {
+    let steps = 5000;
     let work = Work::new();
     let s = S::new(3, 128, 128).layers(3);
     let checkpoint = work.checkpoint(&s.checkpoint());
@@ -95,17 +97,6 @@ fn a3_alternate(steps: usize) {
     for (rank, (after, before)) in peaks(&done.report).into_iter().zip(peaks(&once.report)).enumerate() {
         assert!(after < before + (16 << 20), "rank {rank} grew from {before} to {after} bytes over {steps} steps");
     }
-}
-
-#[test]
-fn a3_alternating_steps() {
-    a3_alternate(300);
-}
-
-#[test]
-#[ignore = "5,000 steps take minutes where ranks share cores; run it by name before a release"]
-fn a3_alternating_steps_soak() {
-    a3_alternate(5000);
 }
 
 /// Everything to one expert: no row is lost, and the count is exact.
