@@ -1,11 +1,17 @@
 //! From a layer's facts and the deployment to what the layer runs: one value that everything after follows.
 
-use super::{Identity, Quant};
-use crate::config::{self, Activations, BackendFamily, Deployment, Device, Transport};
+use super::deployment::{DeploymentError, DeploymentFacts};
+use super::environment::Environment;
+use super::identity::Quant;
+use super::problem::{Problem, Quantisation, RoutingKind, WeightFormat};
+use super::registry::Registry;
+use super::resolve::{ResolveError, resolve};
+use crate::config::{self, Activations, Deployment};
 use crate::exit::{Classify, Exit};
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
+use crate::numerics::nvfp4::BLOCK;
 
 /// Why a layer can't run as asked.
 #[derive(Debug, thiserror::Error, PartialEq)]
@@ -28,35 +34,12 @@ pub enum SelectError {
         /// The layer.
         layer: LayerIdx,
     },
-    /// A family that this build does not have.
-    #[error("backend {family} needs a GPU, and this build of lockstep runs on CPUs only; use auto, cpu, simd or reference")]
-    NoGpu {
-        /// What was asked for.
-        family: &'static str,
-    },
-    /// A transport that this build does not have.
-    #[error("transport nccl needs GPUs, and this build of lockstep runs on CPUs only; use auto or host")]
-    NoNccl,
-    /// A pin that matches nothing.
-    #[error("implementation {wanted:?} is none of {offered}; pin one of these or leave moe.implementation out")]
-    UnknownImplementation {
-        /// What was asked for.
-        wanted: String,
-        /// What there is.
-        offered: String,
-    },
-    /// A pin that does not serve a layer.
-    #[error("implementation {wanted} does not serve {layer}, which runs as {quant}; pin {technique}.grouped_gemm.{quant} or leave it out")]
-    PinDoesNotServe {
-        /// The pin.
-        wanted: Identity,
-        /// The layer.
-        layer: LayerIdx,
-        /// The layer's contract.
-        quant: &'static str,
-        /// The pin's technique with its provider.
-        technique: String,
-    },
+    /// No implementation for what was asked.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// A deployment that declares an impossible world.
+    #[error(transparent)]
+    Deployment(#[from] DeploymentError),
     /// A part that the model does not have.
     #[error("{layer} has no shared experts, so there is no part `shared`; use routed or block")]
     NoShared {
@@ -68,8 +51,9 @@ pub enum SelectError {
 impl Classify for SelectError {
     fn exit(&self) -> Exit {
         match self {
-            Self::NoGpu { .. } | Self::NoNccl => Exit::Environment,
-            _ => Exit::BadInput,
+            Self::Resolve(error) => error.exit(),
+            Self::Deployment(error) => error.exit(),
+            Self::NotQuantisable { .. } | Self::PayloadNeedsQuantised { .. } | Self::NoShared { .. } => Exit::BadInput,
         }
     }
 }
@@ -109,6 +93,8 @@ pub struct LayerDecision {
     pub quant: Quant,
     /// FC1 and FC2 inputs go through NVFP4.
     pub quantise_activations: bool,
+    /// The checkpoint keeps the layer unquantised, which outranks the `activations: quantised` that was asked for.
+    pub kept_unquantised: bool,
     /// The gated activation.
     pub activation: Activation,
     /// How tokens travel.
@@ -130,23 +116,7 @@ pub fn decide(
     input_is_bf16: bool,
 ) -> Result<LayerDecision, SelectError> {
     let layer = facts.layer;
-    let quantise_activations = match deployment.moe.activations {
-        Activations::Bf16 => false,
-        Activations::Checkpoint => facts.wants_quantised,
-        Activations::Quantised => {
-            let reason = if facts.num_bf16 > 0 {
-                Some("it has unquantised experts")
-            } else if !facts.has_input_scales {
-                Some("its experts have no input_scale")
-            } else {
-                None
-            };
-            if let Some(reason) = reason {
-                return Err(SelectError::NotQuantisable { layer, reason });
-            }
-            true
-        }
-    };
+    let quantise_activations = quantise_activations(facts, deployment.moe.activations)?;
     // A latent is computed in fp32 on every rank's own tokens: it is never bf16 before it travels.
     let travels_as_bf16 = input_is_bf16 && geometry.latent.is_none();
     let token_form = match deployment.dispatch.payload {
@@ -165,6 +135,7 @@ pub fn decide(
         layer,
         quant,
         quantise_activations,
+        kept_unquantised: facts.num_nvfp4 == 0 && deployment.moe.activations == Activations::Quantised,
         activation: deployment.moe.activation.unwrap_or(geometry.activation),
         token_form,
         combine_at_home: deployment.moe.combine != config::Combine::Rank,
@@ -172,54 +143,56 @@ pub fn decide(
     })
 }
 
-/// The technique that serves all `decisions`, from the family or the pin.
+/// Whether FC1's and FC2's inputs go through NVFP4.
+fn quantise_activations(facts: &LayerFacts, activations: Activations) -> Result<bool, SelectError> {
+    let layer = facts.layer;
+    match activations {
+        Activations::Bf16 => Ok(false),
+        Activations::Checkpoint => Ok(facts.wants_quantised),
+        // What the checkpoint keeps unquantised stays so, whatever is asked of the other layers.
+        Activations::Quantised if facts.num_nvfp4 == 0 => Ok(false),
+        // One payload serves all experts of a token: here the two wishes can't both be met.
+        Activations::Quantised if facts.num_bf16 > 0 => {
+            Err(SelectError::NotQuantisable { layer, reason: "it has unquantised experts" })
+        }
+        Activations::Quantised if !facts.has_input_scales => {
+            Err(SelectError::NotQuantisable { layer, reason: "its experts have no input_scale" })
+        }
+        Activations::Quantised => Ok(true),
+    }
+}
+
+/// The one of `techniques` that serves all `decisions`, as far as contracts and activations go.
+///
+/// For callers that know neither shapes nor environments: those are taken to be ones that everything serves. [`resolve`]
+/// asks about all of it.
 ///
 /// # Errors
-/// If the family or transport is not in this build, or the pin matches nothing or not every layer.
+/// If what the deployment asks for is not in this build, or does not serve every layer.
 pub fn choose_technique(
     deployment: &Deployment,
     techniques: &[&'static str],
     decisions: &[LayerDecision],
 ) -> Result<&'static str, SelectError> {
-    if deployment.dispatch.transport == Transport::Nccl {
-        return Err(SelectError::NoNccl);
-    }
-    if deployment.cluster.device == Device::Gpu {
-        return Err(SelectError::NoGpu { family: "auto (cluster.device: gpu)" });
-    }
-    let family = match deployment.moe.backend {
-        BackendFamily::Auto | BackendFamily::Cpu | BackendFamily::Simd => "simd",
-        BackendFamily::Reference => "reference",
-        BackendFamily::MmaSync => return Err(SelectError::NoGpu { family: "mma_sync" }),
-        BackendFamily::Wgmma => return Err(SelectError::NoGpu { family: "wgmma" }),
-    };
-    match &deployment.moe.implementation {
-        Some(wanted) => pinned(wanted, techniques, decisions),
-        None => Ok(family),
-    }
+    let facts = DeploymentFacts::declared(deployment)?;
+    let problems: Vec<Problem> = decisions.iter().map(neutral_problem).collect();
+    let environments = vec![Environment::default(); facts.num_ranks()];
+    let selection = resolve(&problems, &facts, &environments, &Registry::of_techniques(techniques))?;
+    Ok(selection.techniques().first().copied().or(techniques.first().copied()).unwrap_or_default())
 }
 
-fn pinned(
-    wanted: &str,
-    techniques: &[&'static str],
-    decisions: &[LayerDecision],
-) -> Result<&'static str, SelectError> {
-    let quants = [Quant::Nvfp4, Quant::W4a16Nvfp4, Quant::None];
-    let offered: Vec<Identity> = techniques
-        .iter()
-        .flat_map(|technique| quants.iter().map(|quant| Identity { technique, quant: *quant }))
-        .collect();
-    let Some(pin) = offered.iter().copied().find(|identity| identity.to_string() == wanted) else {
-        let offered: Vec<String> = offered.iter().map(Identity::to_string).collect();
-        return Err(SelectError::UnknownImplementation { wanted: wanted.to_owned(), offered: offered.join(", ") });
-    };
-    match decisions.iter().find(|decision| decision.quant != pin.quant) {
-        Some(decision) => Err(SelectError::PinDoesNotServe {
-            wanted: pin,
-            layer: decision.layer,
-            quant: decision.quant.name(),
-            technique: format!("lockstep.{}", pin.technique),
-        }),
-        None => Ok(pin.technique),
+fn neutral_problem(decision: &LayerDecision) -> Problem {
+    let weights = if decision.quant == Quant::None { WeightFormat::Bf16 } else { WeightFormat::Nvfp4 };
+    Problem {
+        layer: decision.layer,
+        quantisation: Quantisation::uniform(weights, decision.quantise_activations),
+        activation: decision.activation.into(),
+        hidden: BLOCK,
+        intermediate: BLOCK,
+        num_experts: 1,
+        num_topk: 1,
+        routing: RoutingKind::Default,
+        has_bias: false,
+        shared: None,
     }
 }
