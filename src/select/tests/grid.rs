@@ -273,7 +273,7 @@ fn what_is_offered_is_what_descriptors_admit() {
     );
     let never: Vec<Identity> = registry
         .identities()
-        .filter(|identity| !ever_offered.contains(identity) && identity.technique != "wgmma_fixed")
+        .filter(|identity| !ever_offered.contains(identity) && identity.technique != "wgmma_old")
         .collect();
     assert_eq!(never, [], "no problem of the grid is theirs");
 }

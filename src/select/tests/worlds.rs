@@ -19,6 +19,7 @@ pub(crate) fn registry() -> Registry {
     let unquantised = gpu("tcgen05", Quant::None, blackwell.clone());
     let mut tcgen05 = gpu("tcgen05", Quant::Nvfp4, blackwell.clone());
     tcgen05.num_topk = Limits::between(1, 32);
+    tcgen05.batch_invariant = false;
     tcgen05.payloads.push(Payload::Nvfp4);
     let mut eager = gpu("tcgen05_eager", Quant::Nvfp4, blackwell);
     eager.opt_in = Some("LOCKSTEP_EAGER");
@@ -27,12 +28,17 @@ pub(crate) fn registry() -> Registry {
     fixed.num_local_experts = Limits::between(1, 128);
     fixed.uneven_experts = false;
     fixed.max_num_nodes = Some(1);
-    fixed.deprecated = Some("wgmma does the same faster");
+    let mut old = gpu("wgmma_old", Quant::W4a16Nvfp4, vec![CapabilityRange::only(9, 0)]);
+    old.deprecated = Some("wgmma does the same faster");
     let portable = Quant::ALL.map(|quant| gpu("mma_sync", quant, vec![up_to((8, 0), None)]));
-    let mut descriptors =
-        vec![tcgen05, unquantised, eager, hopper(Quant::Nvfp4), hopper(Quant::W4a16Nvfp4), hopper(Quant::None), fixed];
+    let mut vectors = Registry::builtin().descriptors()[1].clone();
+    vectors.identity.technique = "vectors";
+    vectors.target = Target::Cpu { instruction_sets: BTreeSet::from([InstructionSet::Avx2, InstructionSet::Avx512]) };
+    let mut descriptors = vec![tcgen05, unquantised, eager, hopper(Quant::Nvfp4), hopper(Quant::W4a16Nvfp4)];
+    descriptors.extend([hopper(Quant::None), fixed, old]);
     descriptors.extend(portable);
     descriptors.extend(Registry::builtin().descriptors().iter().cloned());
+    descriptors.push(vectors);
     let mut transports = Registry::builtin().transports().to_vec();
     transports.push(TransportDescriptor {
         transport: Transport::Nccl,
