@@ -196,3 +196,43 @@ fn neutral_problem(decision: &LayerDecision) -> Problem {
         shared: None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{BackendFamily, Device, Transport};
+
+    #[test]
+    fn a_technique_is_chosen_from_those_that_there_are() {
+        let quantised = LayerDecision {
+            layer: LayerIdx(1),
+            quant: Quant::Nvfp4,
+            quantise_activations: true,
+            kept_unquantised: false,
+            activation: Activation::Situ { beta: 4.0, linear_beta: None },
+            token_form: TokenForm::Bf16,
+            combine_at_home: true,
+            combine_bf16: false,
+        };
+        let unquantised =
+            LayerDecision { layer: LayerIdx(2), quant: Quant::None, quantise_activations: false, ..quantised };
+        let choose = |change: &dyn Fn(&mut Deployment)| {
+            let mut deployment = Deployment::default();
+            change(&mut deployment);
+            choose_technique(&deployment, &["reference", "simd"], &[quantised, unquantised])
+        };
+        assert_eq!(choose(&|_| {}), Ok("simd"));
+        assert_eq!(choose(&|d| d.moe.backend = BackendFamily::Reference), Ok("reference"));
+        assert_eq!(choose(&|d| d.moe.backend = BackendFamily::Cpu), Ok("simd"));
+        let refused = |change: &dyn Fn(&mut Deployment)| choose(change).unwrap_err().to_string();
+        assert!(refused(&|d| d.moe.backend = BackendFamily::Wgmma).contains("backend `wgmma` is not in this build"));
+        assert!(refused(&|d| d.cluster.device = Device::Gpu).contains("runs on a host's cores; cluster.device is gpu"));
+        assert!(refused(&|d| d.dispatch.transport = Transport::Nccl).contains("dispatch.transport is nccl"));
+        let pin = |query: &str| refused(&|d| d.moe.implementation = Some(query.to_owned()));
+        // The pin serves layer 1, but not the unquantised layer 2.
+        assert!(pin("simd.nvfp4").starts_with("implementation simd.nvfp4 does not serve layer 2"));
+        assert!(pin("simd").contains("matches 3 implementations"));
+        let only_reference = choose_technique(&Deployment::default(), &["reference"], &[unquantised]);
+        assert_eq!(only_reference, Ok("reference"));
+    }
+}

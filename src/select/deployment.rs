@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::config::{self, Choice, Combine, CombineDtype, Device, Payload, Transport};
+use super::environment::Environment;
+use crate::config::{self, Activations, Choice, Combine, CombineDtype, Device, Payload, Transport};
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
+use crate::numerics::activation::Activation;
 
 /// Why a deployment does not fit its world.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -73,7 +75,7 @@ impl ExpertSplit {
 }
 
 /// A deployment as selection sees it: equal on all ranks, or they disagree.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DeploymentFacts {
     /// The node of every rank, as the world found it: numbered in the order in which ranks meet them.
     pub node_of_rank: Vec<u32>,
@@ -89,6 +91,10 @@ pub struct DeploymentFacts {
     pub implementation: Option<String>,
     /// Whether a named family may be replaced.
     pub allow_fallback: bool,
+    /// Whether activations are asked to be quantised; what each layer does is in its problem.
+    pub activations: Activations,
+    /// The gated activation that stands for the checkpoint's; what each layer has is in its problem.
+    pub activation: Option<Activation>,
     /// Where routing weights are applied.
     pub combine: Combine,
     /// One order over K for every row count and chunking.
@@ -127,6 +133,8 @@ impl DeploymentFacts {
             backend: moe.backend.name().to_owned(),
             implementation: moe.implementation.clone(),
             allow_fallback: moe.allow_fallback,
+            activations: moe.activations,
+            activation: moe.activation,
             combine: moe.combine,
             batch_invariant: moe.batch_invariant,
             transport: dispatch.transport,
@@ -153,6 +161,24 @@ impl DeploymentFacts {
         Self::new(deployment, node_of_rank)
     }
 
+    /// The facts of a world that is described rank by rank: by the hosts' names where all are known, else in as many
+    /// blocks of ranks as the deployment has nodes.
+    ///
+    /// # Errors
+    /// If the deployment declares another number of ranks.
+    pub fn described(deployment: &config::Deployment, environments: &[Environment]) -> Result<Self, DeploymentError> {
+        let hosts: Option<Vec<&str>> = environments.iter().map(|environment| environment.host.as_deref()).collect();
+        let node_of_rank = match hosts {
+            Some(hosts) => in_order_of_meeting(&hosts),
+            None => {
+                let nodes = ExpertSplit::Even.counts(environments.len(), deployment.cluster.nodes as usize);
+                let blocks = nodes.iter().zip(0..).map(|(num_ranks, node)| std::iter::repeat_n(node, *num_ranks));
+                blocks.flatten().collect()
+            }
+        };
+        Self::new(deployment, node_of_rank)
+    }
+
     /// Ranks of the world.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
@@ -172,12 +198,12 @@ impl DeploymentFacts {
 }
 
 /// The same partition with nodes numbered by their lowest rank: what hosts are called must not matter.
-fn in_order_of_meeting(node_of_rank: &[u32]) -> Vec<u32> {
-    let mut met: BTreeMap<u32, u32> = BTreeMap::new();
-    let number = |node: &u32| {
+fn in_order_of_meeting<T: Ord>(node_of_rank: &[T]) -> Vec<u32> {
+    let mut met: BTreeMap<&T, u32> = BTreeMap::new();
+    let number = |node| {
         // As many nodes as ranks at most, and ranks count in 32 bits.
         let next = Rank::from_index(met.len()).0;
-        *met.entry(*node).or_insert(next)
+        *met.entry(node).or_insert(next)
     };
     node_of_rank.iter().map(number).collect()
 }
@@ -206,6 +232,24 @@ mod tests {
         assert_eq!(facts(&[7, 7, 2, 2]), facts(&[0, 0, 1, 1]));
         assert_ne!(facts(&[7, 2, 7, 2]), facts(&[0, 0, 1, 1]));
         assert_eq!(facts(&[3, 1, 9]).num_nodes(), 3);
+    }
+
+    #[test]
+    fn described_ranks_lie_on_their_hosts() {
+        let mut deployment = config::Deployment::default();
+        let on = |hosts: &[Option<&str>]| -> Vec<Environment> {
+            let environment =
+                |host: &Option<&str>| Environment { host: host.map(str::to_owned), ..Environment::default() };
+            hosts.iter().map(environment).collect()
+        };
+        let nodes = |deployment: &config::Deployment, hosts: &[Option<&str>]| {
+            DeploymentFacts::described(deployment, &on(hosts)).unwrap().node_of_rank
+        };
+        assert_eq!(nodes(&deployment, &[Some("b"), Some("a"), Some("b")]), [0, 1, 0]);
+        deployment.cluster.nodes = 2;
+        assert_eq!(nodes(&deployment, &[None; 5]), [0, 0, 0, 1, 1]);
+        deployment.cluster.ranks_per_node = Some(2);
+        assert!(DeploymentFacts::described(&deployment, &on(&[None; 5])).is_err());
     }
 
     #[test]

@@ -22,7 +22,9 @@ pub use value::{Digest, Value};
 
 use std::collections::BTreeMap;
 
+use super::problem::ActivationForm;
 use crate::exit::{Classify, Exit};
+use crate::numerics::activation::Activation;
 
 /// The version of the encoding and of what fields mean. Ranks of different versions can't compare, and say so.
 pub const VERSION: u16 = 1;
@@ -142,6 +144,19 @@ impl Fields {
             Some(_) => {}
             None => {
                 self.fields.insert(path, second);
+            }
+        }
+    }
+
+    /// Adds an activation, its constants by their bits.
+    fn add_activation(&mut self, path: &str, activation: Activation) {
+        self.add(path, Value::text(ActivationForm::from(activation)));
+        match activation {
+            Activation::Swiglu => {}
+            Activation::SwigluClamp { limit } => self.add(format!("{path}.limit"), limit),
+            Activation::Situ { beta, linear_beta } => {
+                self.add(format!("{path}.beta"), beta);
+                self.add(format!("{path}.linear_beta"), linear_beta);
             }
         }
     }

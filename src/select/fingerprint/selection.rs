@@ -53,6 +53,8 @@ fn add_deployment(fields: &mut Fields, deployment: &DeploymentFacts) {
         backend,
         implementation,
         allow_fallback,
+        activations,
+        activation,
         combine,
         batch_invariant,
         transport,
@@ -75,6 +77,11 @@ fn add_deployment(fields: &mut Fields, deployment: &DeploymentFacts) {
     fields.add("moe.backend", backend.as_str());
     fields.add("moe.implementation", implementation.as_deref());
     fields.add("moe.allow_fallback", *allow_fallback);
+    fields.add("moe.activations", Value::text(activations));
+    match activation {
+        Some(activation) => fields.add_activation("moe.activation", *activation),
+        None => fields.add("moe.activation", "checkpoint"),
+    }
     fields.add("moe.combine", Value::text(combine));
     fields.add("moe.batch_invariant", *batch_invariant);
     fields.add("dispatch.transport", Value::text(transport));

@@ -149,13 +149,8 @@ impl LayerFields<'_> {
 
     /// The activation, its constants by their bits.
     pub fn activation(&mut self, activation: Activation) -> &mut Self {
-        match activation {
-            Activation::Swiglu => self.add("activation", "swiglu"),
-            Activation::SwigluClamp { limit } => self.add("activation", "swiglu(limit)").add("activation.limit", limit),
-            Activation::Situ { beta, linear_beta } => {
-                self.add("activation", "situ").add("activation.beta", beta).add("activation.linear_beta", linear_beta)
-            }
-        }
+        self.fields.add_activation(&format!("layers.{}.activation", self.layer.0), activation);
+        self
     }
 
     /// How experts are chosen, with every constant of it.

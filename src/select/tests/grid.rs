@@ -65,6 +65,7 @@ fn worlds() -> Vec<Vec<Environment>> {
     worlds.push(vec![h200(), host(InstructionSet::Avx2)]);
     worlds.push(vec![host(InstructionSet::Avx512), host(InstructionSet::Scalar)]);
     worlds.push(vec![h200(), Environment::default()]);
+    worlds.push(vec![h200(), Environment { gpu: Fact::Absent, ..h200() }]);
     for library in ["driver", "nccl", "nvrtc"] {
         for found in [Fact::Absent, Fact::Unknown, Fact::Present("1.0".to_owned()), Fact::Present("new".to_owned())] {
             let mut rank = h200();
