@@ -252,6 +252,8 @@ pub struct Problem {
 pub struct SharedProblem {
     /// How it is stored.
     pub weights: WeightFormat,
+    /// Its inputs go through NVFP4: its own matter, since its tokens don't travel.
+    pub quantised_activations: bool,
     /// Width it reads and writes.
     pub hidden: usize,
     /// Width between FC1 and FC2.
@@ -304,6 +306,7 @@ impl Problem {
         let formats = [(facts.num_nvfp4, WeightFormat::Nvfp4), (facts.num_bf16, WeightFormat::Bf16)];
         let shared = shared_weights.zip(geometry.shared).map(|(weights, shared)| SharedProblem {
             weights,
+            quantised_activations: decision.quantise_activations && weights == WeightFormat::Nvfp4,
             hidden: geometry.hidden,
             intermediate: shared.intermediate,
         });
@@ -358,11 +361,11 @@ impl Problem {
                 Group { members, quant: contract(*format, *quantised_activations), hidden, intermediate }
             })
             .collect();
-        groups.extend(self.shared.map(|SharedProblem { weights, hidden, intermediate }| Group {
+        groups.extend(self.shared.map(|shared| Group {
             members: Members::Shared,
-            quant: contract(weights, *quantised_activations),
-            hidden,
-            intermediate,
+            quant: contract(shared.weights, shared.quantised_activations),
+            hidden: shared.hidden,
+            intermediate: shared.intermediate,
         }));
         groups
     }

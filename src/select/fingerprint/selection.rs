@@ -154,8 +154,9 @@ fn add_problem(fields: &mut Fields, problem: &Problem) {
     add("num_topk", (*num_topk).into());
     add("routing", Value::text(routing));
     add("has_bias", (*has_bias).into());
-    if let Some(SharedProblem { weights, hidden, intermediate }) = shared {
+    if let Some(SharedProblem { weights, quantised_activations, hidden, intermediate }) = shared {
         add("shared.weights", Value::text(weights));
+        add("shared.quantised_activations", (*quantised_activations).into());
         add("shared.hidden", (*hidden).into());
         add("shared.intermediate", (*intermediate).into());
     }

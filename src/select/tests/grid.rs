@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use super::super::descriptor::{Descriptor, Target};
 use super::super::environment::{Environment, Fact, Gpu, version_at_least};
 use super::super::*;
-use super::worlds::{a100, deployment, gb300, h200, host, k3, qwen3, registry};
+use super::worlds::{a100, deployment, gb300, h200, host, k3, qwen3, registry, unquantised_shared};
 use crate::config::{CombineDtype, Device, Payload, Transport};
 
 fn problems() -> Vec<Problem> {
@@ -19,10 +19,8 @@ fn problems() -> Vec<Problem> {
     for weights in [WeightFormat::Nvfp4, WeightFormat::Mxfp4, WeightFormat::Fp8, WeightFormat::Bf16] {
         for quantised in [false, true] {
             changes.push(Box::new(move |p| p.quantisation = Quantisation::uniform(weights, quantised)));
-            changes.push(Box::new(move |p| {
-                p.shared = Some(SharedProblem { weights, hidden: 256, intermediate: 128 });
-                p.quantisation.quantised_activations = quantised;
-            }));
+            let shared = SharedProblem { weights, quantised_activations: quantised, hidden: 256, intermediate: 128 };
+            changes.push(Box::new(move |p| p.shared = Some(shared)));
         }
     }
     changes.push(Box::new(|p| {
@@ -39,7 +37,7 @@ fn problems() -> Vec<Problem> {
         changes.push(Box::new(move |p| p.hidden = width));
         changes.push(Box::new(move |p| p.intermediate = width));
         changes.push(Box::new(move |p| {
-            p.shared = Some(SharedProblem { weights: WeightFormat::Bf16, hidden: width, intermediate: 64 });
+            p.shared = Some(unquantised_shared(width, 64));
         }));
     }
     for (num_experts, num_topk) in [(1, 1), (2, 2), (37, 3), (64, 17), (64, 33), (64, 64), (100, 65), (2048, 8)] {
@@ -181,7 +179,7 @@ fn admits(
     deployment: &DeploymentFacts,
     ranks: &[Environment],
 ) -> bool {
-    let quant_of = |weights: WeightFormat| match (weights, problem.quantisation.quantised_activations) {
+    let quant_of = |weights: WeightFormat, quantised: bool| match (weights, quantised) {
         (WeightFormat::Nvfp4, true) => Some(Quant::Nvfp4),
         (WeightFormat::Nvfp4, false) => Some(Quant::W4a16Nvfp4),
         (WeightFormat::Bf16, _) => Some(Quant::None),
@@ -190,7 +188,8 @@ fn admits(
     let same_technique =
         |quant: Quant| registry.descriptors().iter().find(|other| other.identity == Identity { quant, ..d.identity });
     let quantised = problem.quantisation.weights.iter().copied().find(|weights| *weights != WeightFormat::Bf16);
-    let main = quant_of(quantised.unwrap_or(WeightFormat::Bf16)) == Some(d.identity.quant);
+    let routed = quant_of(quantised.unwrap_or(WeightFormat::Bf16), problem.quantisation.quantised_activations);
+    let main = routed == Some(d.identity.quant);
     let serves = |other: &Descriptor, shared: bool| {
         admits_group(other, problem, deployment, shared)
             && ranks.iter().all(|rank| admits_rank(other, deployment, rank))
@@ -199,7 +198,9 @@ fn admits(
         || !problem.quantisation.weights.contains(&WeightFormat::Bf16)
         || same_technique(Quant::None).is_some_and(|other| serves(other, false));
     let shared = problem.shared.is_none_or(|shared| {
-        quant_of(shared.weights).and_then(same_technique).is_some_and(|other| serves(other, true))
+        quant_of(shared.weights, shared.quantised_activations)
+            .and_then(same_technique)
+            .is_some_and(|other| serves(other, true))
     });
     let distinct_gpus = {
         let uuids: Vec<&String> = ranks.iter().filter_map(|rank| rank.gpu.present()?.uuid.as_ref()).collect();

@@ -128,6 +128,11 @@ pub(crate) fn deployment(num_ranks: usize, device: Device, backend: &str) -> Dep
     DeploymentFacts { device, backend: backend.to_owned(), ..facts }
 }
 
+/// Shared experts in bf16.
+pub(crate) fn unquantised_shared(hidden: usize, intermediate: usize) -> SharedProblem {
+    SharedProblem { weights: WeightFormat::Bf16, quantised_activations: false, hidden, intermediate }
+}
+
 /// A layer of Kimi K3, with its shared experts in bf16.
 pub(crate) fn k3(layer: u32) -> Problem {
     Problem {
@@ -140,7 +145,7 @@ pub(crate) fn k3(layer: u32) -> Problem {
         num_topk: 16,
         routing: RoutingKind::KimiK3,
         has_bias: false,
-        shared: Some(SharedProblem { weights: WeightFormat::Bf16, hidden: 7168, intermediate: 6144 }),
+        shared: Some(unquantised_shared(7168, 6144)),
     }
 }
 
