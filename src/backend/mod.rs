@@ -123,7 +123,7 @@ pub trait Backend: Send + Sync {
 /// The identity that a projection's format runs under.
 #[must_use]
 pub fn identity(technique: &'static str, quant: Quant) -> Identity {
-    Identity { technique, quant }
+    Identity::grouped_gemm(technique, quant)
 }
 
 /// The techniques of this build.

@@ -1,11 +1,17 @@
 //! From a layer's facts and the deployment to what the layer runs: one value that everything after follows.
 
-use super::{Identity, Quant};
-use crate::config::{self, Activations, BackendFamily, Deployment, Device, Transport};
+use super::deployment::{DeploymentError, DeploymentFacts};
+use super::environment::Environment;
+use super::identity::Quant;
+use super::problem::{Problem, Quantisation, RoutingKind, WeightFormat};
+use super::registry::Registry;
+use super::resolve::{ResolveError, resolve};
+use crate::config::{self, Activations, Deployment};
 use crate::exit::{Classify, Exit};
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
+use crate::numerics::nvfp4::BLOCK;
 
 /// Why a layer can't run as asked.
 #[derive(Debug, thiserror::Error, PartialEq)]
@@ -28,39 +34,12 @@ pub enum SelectError {
         /// The layer.
         layer: LayerIdx,
     },
-    /// A family that this build does not have.
-    #[error(
-        "backend {family} needs a GPU, and this build of lockstep runs on CPUs only; use auto, cpu, simd or reference"
-    )]
-    NoGpu {
-        /// What was asked for.
-        family: &'static str,
-    },
-    /// A transport that this build does not have.
-    #[error("transport nccl needs GPUs, and this build of lockstep runs on CPUs only; use auto or host")]
-    NoNccl,
-    /// A pin that matches nothing.
-    #[error("implementation {wanted:?} is none of {offered}; pin one of these or leave moe.implementation out")]
-    UnknownImplementation {
-        /// What was asked for.
-        wanted: String,
-        /// What there is.
-        offered: String,
-    },
-    /// A pin that does not serve a layer.
-    #[error(
-        "implementation {wanted} does not serve {layer}, which runs as {quant}; pin {technique}.grouped_gemm.{quant} or leave it out"
-    )]
-    PinDoesNotServe {
-        /// The pin.
-        wanted: Identity,
-        /// The layer.
-        layer: LayerIdx,
-        /// The layer's contract.
-        quant: &'static str,
-        /// The pin's technique with its provider.
-        technique: String,
-    },
+    /// No implementation for what was asked.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// A deployment that declares an impossible world.
+    #[error(transparent)]
+    Deployment(#[from] DeploymentError),
     /// A part that the model does not have.
     #[error("{layer} has no shared experts, so there is no part `shared`; use routed or block")]
     NoShared {
@@ -72,8 +51,9 @@ pub enum SelectError {
 impl Classify for SelectError {
     fn exit(&self) -> Exit {
         match self {
-            Self::NoGpu { .. } | Self::NoNccl => Exit::Environment,
-            _ => Exit::BadInput,
+            Self::Resolve(error) => error.exit(),
+            Self::Deployment(error) => error.exit(),
+            Self::NotQuantisable { .. } | Self::PayloadNeedsQuantised { .. } | Self::NoShared { .. } => Exit::BadInput,
         }
     }
 }
@@ -128,6 +108,8 @@ pub struct LayerDecision {
     pub quantise_activations: bool,
     /// So do those of the shared expert.
     pub quantise_shared: bool,
+    /// The checkpoint keeps the layer unquantised, which outranks the `activations: quantised` that was asked for.
+    pub kept_unquantised: bool,
     /// The gated activation.
     pub activation: Activation,
     /// How tokens travel.
@@ -149,25 +131,7 @@ pub fn decide(
     input_is_bf16: bool,
 ) -> Result<LayerDecision, SelectError> {
     let layer = facts.layer;
-    let quantise_activations = match deployment.moe.activations {
-        Activations::Bf16 => false,
-        Activations::Checkpoint => facts.wants_quantised,
-        Activations::Quantised => {
-            let reason = if facts.num_bf16 > 0 {
-                Some("it has unquantised experts")
-            } else if !facts.has_input_scales {
-                Some("its experts have no input_scale")
-            } else if facts.shared.is_some_and(|shared| shared.is_nvfp4 && !shared.has_input_scales) {
-                Some("its shared expert has no input_scale")
-            } else {
-                None
-            };
-            if let Some(reason) = reason {
-                return Err(SelectError::NotQuantisable { layer, reason });
-            }
-            true
-        }
-    };
+    let quantise_activations = quantise_activations(facts, deployment.moe.activations)?;
     let quantise_shared = facts.shared.is_some_and(|shared| match deployment.moe.activations {
         Activations::Bf16 => false,
         Activations::Checkpoint => shared.wants_quantised,
@@ -192,6 +156,7 @@ pub fn decide(
         quant,
         quantise_activations,
         quantise_shared,
+        kept_unquantised: facts.num_nvfp4 == 0 && deployment.moe.activations == Activations::Quantised,
         activation: deployment.moe.activation.unwrap_or(geometry.activation),
         token_form,
         combine_at_home: deployment.moe.combine != config::Combine::Rank,
@@ -199,50 +164,100 @@ pub fn decide(
     })
 }
 
-/// The technique that serves all `decisions`, from the family or the pin.
+/// Whether FC1's and FC2's inputs go through NVFP4.
+fn quantise_activations(facts: &LayerFacts, activations: Activations) -> Result<bool, SelectError> {
+    let layer = facts.layer;
+    match activations {
+        Activations::Bf16 => Ok(false),
+        Activations::Checkpoint => Ok(facts.wants_quantised),
+        Activations::Quantised if facts.shared.is_some_and(|shared| shared.is_nvfp4 && !shared.has_input_scales) => {
+            Err(SelectError::NotQuantisable { layer, reason: "its shared expert has no input_scale" })
+        }
+        // What the checkpoint keeps unquantised stays so, whatever is asked of the other layers.
+        Activations::Quantised if facts.num_nvfp4 == 0 => Ok(false),
+        // One payload serves all experts of a token: here the two wishes can't both be met.
+        Activations::Quantised if facts.num_bf16 > 0 => {
+            Err(SelectError::NotQuantisable { layer, reason: "it has unquantised experts" })
+        }
+        Activations::Quantised if !facts.has_input_scales => {
+            Err(SelectError::NotQuantisable { layer, reason: "its experts have no input_scale" })
+        }
+        Activations::Quantised => Ok(true),
+    }
+}
+
+/// The one of `techniques` that serves all `decisions`, as far as contracts and activations go.
+///
+/// For callers that know neither shapes nor environments: those are taken to be ones that everything serves. [`resolve`]
+/// asks about all of it.
 ///
 /// # Errors
-/// If the family or transport is not in this build, or the pin matches nothing or not every layer.
+/// If what the deployment asks for is not in this build, or does not serve every layer.
 pub fn choose_technique(
     deployment: &Deployment,
     techniques: &[&'static str],
     decisions: &[LayerDecision],
 ) -> Result<&'static str, SelectError> {
-    if deployment.dispatch.transport == Transport::Nccl {
-        return Err(SelectError::NoNccl);
-    }
-    if deployment.cluster.device == Device::Gpu {
-        return Err(SelectError::NoGpu { family: "auto (cluster.device: gpu)" });
-    }
-    let family = match deployment.moe.backend {
-        BackendFamily::Auto | BackendFamily::Cpu | BackendFamily::Simd => "simd",
-        BackendFamily::Reference => "reference",
-        BackendFamily::MmaSync => return Err(SelectError::NoGpu { family: "mma_sync" }),
-        BackendFamily::Wgmma => return Err(SelectError::NoGpu { family: "wgmma" }),
-    };
-    match &deployment.moe.implementation {
-        Some(wanted) => pinned(wanted, techniques, decisions),
-        None => Ok(family),
+    let facts = DeploymentFacts::declared(deployment)?;
+    let problems: Vec<Problem> = decisions.iter().map(neutral_problem).collect();
+    let environments = vec![Environment::default(); facts.num_ranks()];
+    let selection = resolve(&problems, &facts, &environments, &Registry::of_techniques(techniques))?;
+    Ok(selection.techniques().first().copied().or(techniques.first().copied()).unwrap_or_default())
+}
+
+fn neutral_problem(decision: &LayerDecision) -> Problem {
+    let weights = if decision.quant == Quant::None { WeightFormat::Bf16 } else { WeightFormat::Nvfp4 };
+    Problem {
+        layer: decision.layer,
+        quantisation: Quantisation::uniform(weights, decision.quantise_activations),
+        activation: decision.activation.into(),
+        hidden: BLOCK,
+        intermediate: BLOCK,
+        num_experts: 1,
+        num_topk: 1,
+        routing: RoutingKind::Default,
+        has_bias: false,
+        shared: None,
     }
 }
 
-fn pinned(wanted: &str, techniques: &[&'static str], decisions: &[LayerDecision]) -> Result<&'static str, SelectError> {
-    let quants = [Quant::Nvfp4, Quant::W4a16Nvfp4, Quant::None];
-    let offered: Vec<Identity> = techniques
-        .iter()
-        .flat_map(|technique| quants.iter().map(|quant| Identity { technique, quant: *quant }))
-        .collect();
-    let Some(pin) = offered.iter().copied().find(|identity| identity.to_string() == wanted) else {
-        let offered: Vec<String> = offered.iter().map(Identity::to_string).collect();
-        return Err(SelectError::UnknownImplementation { wanted: wanted.to_owned(), offered: offered.join(", ") });
-    };
-    match decisions.iter().find(|decision| decision.quant != pin.quant) {
-        Some(decision) => Err(SelectError::PinDoesNotServe {
-            wanted: pin,
-            layer: decision.layer,
-            quant: decision.quant.name(),
-            technique: format!("lockstep.{}", pin.technique),
-        }),
-        None => Ok(pin.technique),
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{BackendFamily, Device, Transport};
+
+    #[test]
+    fn a_technique_is_chosen_from_those_that_there_are() {
+        let quantised = LayerDecision {
+            layer: LayerIdx(1),
+            quant: Quant::Nvfp4,
+            quantise_activations: true,
+            quantise_shared: false,
+            kept_unquantised: false,
+            activation: Activation::Situ { beta: 4.0, linear_beta: None },
+            token_form: TokenForm::Bf16,
+            combine_at_home: true,
+            combine_bf16: false,
+        };
+        let unquantised =
+            LayerDecision { layer: LayerIdx(2), quant: Quant::None, quantise_activations: false, ..quantised };
+        let choose = |change: &dyn Fn(&mut Deployment)| {
+            let mut deployment = Deployment::default();
+            change(&mut deployment);
+            choose_technique(&deployment, &["reference", "simd"], &[quantised, unquantised])
+        };
+        assert_eq!(choose(&|_| {}), Ok("simd"));
+        assert_eq!(choose(&|d| d.moe.backend = BackendFamily::Reference), Ok("reference"));
+        assert_eq!(choose(&|d| d.moe.backend = BackendFamily::Cpu), Ok("simd"));
+        let refused = |change: &dyn Fn(&mut Deployment)| choose(change).unwrap_err().to_string();
+        assert!(refused(&|d| d.moe.backend = BackendFamily::Wgmma).contains("backend `wgmma` is not in this build"));
+        assert!(refused(&|d| d.cluster.device = Device::Gpu).contains("runs on a host's cores; cluster.device is gpu"));
+        assert!(refused(&|d| d.dispatch.transport = Transport::Nccl).contains("dispatch.transport is nccl"));
+        let pin = |query: &str| refused(&|d| d.moe.implementation = Some(query.to_owned()));
+        // The pin serves layer 1, but not the unquantised layer 2.
+        assert!(pin("simd.nvfp4").starts_with("implementation simd.nvfp4 does not serve layer 2"));
+        assert!(pin("simd").contains("matches 3 implementations"));
+        let only_reference = choose_technique(&Deployment::default(), &["reference"], &[unquantised]);
+        assert_eq!(only_reference, Ok("reference"));
     }
 }

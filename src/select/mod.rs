@@ -1,47 +1,40 @@
-//! What runs a layer: the quantisation it runs in, and the identity of the implementation.
+//! What runs a layer: from problem, deployment and environments to one selection, the same on every rank.
 //!
-//! Pure: decides from plain data, touches nothing.
+//! Pure: decides from plain data, touches nothing. Start at [`resolve`]. What an implementation can do is written once, in
+//! the [`registry`]'s descriptors; gates, messages, fingerprints and tests ask there.
 
+mod candidate;
 mod decide;
+mod deployment;
+pub mod descriptor;
+pub mod environment;
+pub mod fingerprint;
+mod format;
+mod gates;
+mod identity;
+mod joint;
+mod near;
+mod problem;
+mod query;
+mod ranks;
+mod refusal;
+pub mod registry;
+mod request;
+mod resolve;
+#[cfg(test)]
+mod tests;
 
-use std::fmt;
-
+pub use candidate::Candidate;
 pub use decide::{LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm, choose_technique, decide};
-
-/// The numeric contract of an expert computation, the last part of an identity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Quant {
-    /// NVFP4 weights and activations: FC1 and FC2 inputs go through NVFP4.
-    Nvfp4,
-    /// NVFP4 weights, unquantised activations.
-    W4a16Nvfp4,
-    /// Unquantised weights and activations.
-    None,
-}
-
-impl Quant {
-    /// The name in an identity.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Nvfp4 => "nvfp4",
-            Self::W4a16Nvfp4 => "w4a16_nvfp4",
-            Self::None => "none",
-        }
-    }
-}
-
-/// The address of an implementation: `provider.technique.kernel.quant`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Identity {
-    /// How it computes: `reference`, `simd`, ...
-    pub technique: &'static str,
-    /// The numeric contract.
-    pub quant: Quant,
-}
-
-impl fmt::Display for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "lockstep.{}.grouped_gemm.{}", self.technique, self.quant.name())
-    }
-}
+pub use deployment::{DeploymentError, DeploymentFacts, ExpertSplit, MAX_NUM_RANKS};
+pub use environment::{Environment, InstructionSet};
+pub use fingerprint::{Digest, Fingerprint};
+pub use format::{FormatError, check_format};
+pub use identity::{Identity, Part, Quant};
+pub use problem::{ActivationForm, Problem, ProblemError, Quantisation, RoutingKind, SharedProblem, WeightFormat};
+pub use query::{Query, QueryError};
+pub use ranks::RankSet;
+pub use refusal::{Assumption, Reason, Refusal};
+pub use registry::Registry;
+pub use request::Request;
+pub use resolve::{LayerSelection, LayersRefused, Refused, ResolveError, Selection, Why, Works, resolve};

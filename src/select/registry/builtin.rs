@@ -1,0 +1,73 @@
+//! The implementations of this build, and everything that they serve.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::descriptor::{Descriptor, Limits, Target, Width};
+use super::super::environment::InstructionSet;
+use super::super::identity::{Identity, Quant};
+use super::super::problem::{ActivationForm, RoutingKind};
+use super::{Registry, TransportDescriptor};
+use crate::config::{CombineDtype, Payload, Transport};
+use crate::numerics::nvfp4::BLOCK;
+
+impl Registry {
+    /// What this build can do.
+    ///
+    /// # Panics
+    /// If the table contradicts itself, which a test rules out.
+    #[must_use]
+    pub fn builtin() -> Self {
+        Self::of_techniques(&["simd", "reference"])
+    }
+
+    /// Those of this build's implementations that are of `techniques`.
+    ///
+    /// # Panics
+    /// If the table contradicts itself, which a test rules out.
+    #[must_use]
+    pub fn of_techniques(techniques: &[&str]) -> Self {
+        let simd = Quant::ALL.map(|quant| cpu("simd", quant, &InstructionSet::ALL));
+        let reference = Quant::ALL.map(|quant| cpu("reference", quant, &[InstructionSet::Scalar]));
+        let host =
+            TransportDescriptor { transport: Transport::Host, libraries: BTreeMap::new(), reads_node_layout: false };
+        let wanted = |descriptor: &Descriptor| techniques.contains(&descriptor.identity.technique);
+        match Self::new(simd.into_iter().chain(reference).filter(wanted).collect(), vec![host]) {
+            Ok(registry) => registry,
+            Err(error) => unreachable!("the table of implementations contradicts itself: {error}"),
+        }
+    }
+}
+
+/// A CPU technique: both are plain loops over rows, so that shapes matter only as far as NVFP4's blocks go.
+fn cpu(technique: &'static str, quant: Quant, instruction_sets: &[InstructionSet]) -> Descriptor {
+    let payloads = match quant {
+        Quant::Nvfp4 => vec![Payload::F32, Payload::Bf16, Payload::Nvfp4],
+        Quant::W4a16Nvfp4 | Quant::None => vec![Payload::F32, Payload::Bf16],
+    };
+    Descriptor {
+        identity: Identity::grouped_gemm(technique, quant),
+        target: Target::Cpu { instruction_sets: instruction_sets.iter().copied().collect() },
+        libraries: BTreeMap::new(),
+        opt_in: None,
+        deprecated: None,
+        activations: BTreeSet::from([
+            ActivationForm::Swiglu,
+            ActivationForm::SwigluClamp,
+            ActivationForm::Situ,
+            ActivationForm::SituLinear,
+        ]),
+        bias: false,
+        routing: RoutingKind::ALL.into_iter().filter(|kind| *kind != RoutingKind::Hash).collect(),
+        num_topk: Limits::from(1),
+        hidden: Width::multiple_of(BLOCK),
+        intermediate: Width::multiple_of(BLOCK),
+        num_local_experts: Limits::from(0),
+        uneven_experts: true,
+        max_tensor_parallel: 1,
+        max_num_nodes: None,
+        transports: vec![Transport::Host],
+        payloads,
+        combine_dtypes: vec![CombineDtype::F32, CombineDtype::Bf16],
+        batch_invariant: true,
+    }
+}
