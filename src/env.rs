@@ -26,6 +26,27 @@ const LAUNCHER: [&str; 12] = [
     "SLURM_JOB_ID",
 ];
 
+/// Beginnings of variables of libraries that a run goes through: a setting that reached one host only should be seen.
+const OF_LIBRARIES: [&str; 7] = [
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_",
+    "NVCC_APPEND_FLAGS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMPI_MCA_",
+    "UCX_",
+];
+
+/// What launchers tell each process through the same names.
+const LAUNCHERS_OWN: [&str; 6] = [
+    "OMPI_MCA_orte_",
+    "OMPI_MCA_ess",
+    "OMPI_MCA_pmix",
+    "OMPI_MCA_shmem_",
+    "OMPI_MCA_initial_wdir",
+    "OMPI_MCA_mpi_oversubscribe",
+];
+
 /// Where user directories are.
 const HOME: [&str; 2] = ["HOME", "XDG_CACHE_HOME"];
 
@@ -36,6 +57,8 @@ pub struct EnvVars {
     pub lockstep: Vec<(String, String)>,
     /// The launcher's variables that are set, by name.
     pub launcher: Vec<(String, String)>,
+    /// Variables of MPI, NCCL and their like, by name; bytes that are no text replaced.
+    pub libraries: Vec<(String, String)>,
     /// `HOME`, if set and not empty.
     pub home: Option<String>,
     /// `XDG_CACHE_HOME`, if set and not empty.
@@ -85,6 +108,11 @@ impl EnvVars {
         let mut vars = Self { available_parallelism: 1, ..Self::default() };
         for (name, value) in pairs {
             let shown = name.to_string_lossy().into_owned();
+            let begins = |prefixes: &[&str]| prefixes.iter().any(|prefix| shown.starts_with(prefix));
+            if begins(&OF_LIBRARIES) && !begins(&LAUNCHERS_OWN) {
+                vars.libraries.push((shown, value.to_string_lossy().into_owned()));
+                continue;
+            }
             let is_ours = shown.starts_with(PREFIX);
             if !is_ours && !LAUNCHER.contains(&shown.as_str()) && !HOME.contains(&shown.as_str()) {
                 continue;
@@ -101,6 +129,7 @@ impl EnvVars {
         }
         vars.lockstep.sort();
         vars.launcher.sort();
+        vars.libraries.sort();
         Ok(vars)
     }
 

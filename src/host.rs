@@ -1,4 +1,4 @@
-//! Facts about this process and host that Linux tells: peak memory, free memory. Reads `/proc` and nothing else.
+//! Facts about this process and host that Linux tells: memory, the GPU driver. Reads `/proc` and nothing else.
 
 use std::fs;
 
@@ -14,6 +14,19 @@ pub fn free_memory_bytes() -> Option<u64> {
     kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:").map(|kib| kib * 1024)
 }
 
+/// The version of the NVIDIA driver that this host runs; absent where it runs none.
+#[must_use]
+pub fn nvidia_driver() -> Option<String> {
+    driver_version(&fs::read_to_string("/proc/driver/nvidia/version").ok()?)
+}
+
+/// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue ...`: the first word that begins with a digit.
+fn driver_version(text: &str) -> Option<String> {
+    let line = text.lines().find_map(|line| line.strip_prefix("NVRM version:"))?;
+    let is_version = |word: &&str| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.');
+    line.split_whitespace().find(is_version).map(str::to_owned)
+}
+
 fn kib_field(text: &str, field: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(field))?;
     line.trim().strip_suffix("kB")?.trim().parse().ok()
@@ -22,6 +35,14 @@ fn kib_field(text: &str, field: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn finds_the_drivers_version() {
+        let text =
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 13.3\n";
+        assert_eq!(driver_version(text).as_deref(), Some("580.95.05"));
+        assert_eq!(driver_version("GCC version: 13.3\n"), None);
+    }
 
     #[test]
     fn reads_kib_fields() {

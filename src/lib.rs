@@ -18,6 +18,7 @@ pub mod world;
 pub mod checkpoint;
 pub mod dispatch;
 pub mod backend;
+pub mod facts;
 pub mod layer;
 pub mod report;
 pub mod sample;

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use crate::backend::Isa;
 use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
 use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
@@ -11,9 +10,10 @@ use crate::ids::LayerIdx;
 use crate::layer::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions};
 use crate::report::{BytesReport, Decided, DecidedLayer, LayerOutcome, RankReport, RunReport, StepReport};
 use crate::routing::{RoutingError, TopK};
+use crate::select::Environment;
 use crate::world::{Refusal, World};
 
-use super::options::{CommonArgs, WorkArgs};
+use super::options::WorkArgs;
 use super::progress::Progress;
 use super::values::{self, InputRef, Split};
 use super::world::Started;
@@ -139,18 +139,17 @@ pub struct Job<'a> {
     pub steps: u64,
     /// Threads of this rank.
     pub num_threads: usize,
-    /// The best instruction set to use.
-    pub isa: Isa,
+    /// What this rank is.
+    pub environment: &'a Environment,
     /// Bars on rank 0.
     pub progress: &'a Progress,
 }
 
 impl<'a> Job<'a> {
-    /// What `work` and `common` ask for, of `layers`.
+    /// What `work` asks for, of `layers`.
     #[must_use]
     pub fn new(
         work: &'a WorkArgs,
-        common: &CommonArgs,
         started: &'a Started,
         layers: Option<Vec<LayerIdx>>,
         progress: &'a Progress,
@@ -165,7 +164,7 @@ impl<'a> Job<'a> {
             topk: work.topk.as_deref(),
             steps: 1,
             num_threads: started.num_threads,
-            isa: common.isa.into(),
+            environment: &started.environment,
             progress,
         }
     }
@@ -217,7 +216,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
             layers: job.layers.clone(),
             deployment: job.deployment.clone(),
             num_threads: job.num_threads,
-            isa: job.isa,
+            environment: job.environment.clone(),
             input_is_bf16: share.is_bf16,
             part: job.part,
             num_tokens: Some(share.most_rows),
@@ -389,13 +388,18 @@ fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
         payload: layer.transport().payload.name().to_owned(),
         combine: layer.transport().mode.name().to_owned(),
         combine_dtype: layer.transport().row_form.form.name().to_owned(),
+        identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
+        why: layer.selected().why.to_string(),
     };
     let (technique, isa) = session.backend();
+    let (selection, session_digest) = session.digests();
     Decided {
         deployment: job.deployment.name.clone(),
         num_ranks: world.size(),
         technique: technique.to_owned(),
         isa: isa.to_string(),
+        selection: selection.to_string(),
+        session: session_digest.to_string(),
         part: job.part.name().to_owned(),
         has_latent: session.geometry().latent.is_some(),
         buffers: *session.buffers(),
@@ -445,17 +449,6 @@ impl From<values::Part> for Part {
             values::Part::Routed => Self::Routed,
             values::Part::Shared => Self::Shared,
             values::Part::Block => Self::Block,
-        }
-    }
-}
-
-impl From<values::IsaChoice> for Isa {
-    fn from(choice: values::IsaChoice) -> Self {
-        match choice {
-            values::IsaChoice::Auto => Self::detect(),
-            values::IsaChoice::Scalar => Self::Scalar,
-            values::IsaChoice::Avx2 => Self::Avx2,
-            values::IsaChoice::Avx512 => Self::Avx512,
         }
     }
 }

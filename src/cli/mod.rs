@@ -112,26 +112,19 @@ pub fn speaks(env: &EnvVars) -> bool {
 }
 
 impl CommonArgs {
-    /// Resolves the deployment, starts logging, and says what is odd about the environment. Nothing to do any more
-    /// (`None`) where `--print-config` asked for the deployment alone.
+    /// Starts logging. Nothing to do any more (`false`) where `--print-config` asked for the deployment alone.
     ///
     /// # Errors
-    /// If the deployment or the log filter is refused, or standard output cannot be written.
-    pub fn start(&self, env: &EnvVars, is_root: bool) -> Result<Option<Effective>, StartError> {
-        let effective = self.deployment.effective(env)?;
+    /// If the log filter is refused, or standard output cannot be written.
+    pub fn start(&self, env: &EnvVars, effective: &Effective, is_root: bool) -> Result<bool, StartError> {
         if self.print_config {
             if is_root {
                 output::line(effective.to_string().trim_end())?;
             }
-            return Ok(None);
+            return Ok(false);
         }
-        LogSettings::new(self.log, env, &effective).start()?;
-        if is_root {
-            for warning in &effective.warnings {
-                tracing::warn!("{warning}");
-            }
-        }
-        Ok(Some(effective))
+        LogSettings::new(self.log, env, effective).start()?;
+        Ok(true)
     }
 }
 

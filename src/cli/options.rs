@@ -163,6 +163,17 @@ pub struct DeploymentArgs {
     pub set: Vec<KeyValue>,
 }
 
+impl WorkArgs {
+    /// What every rank must be asked alike: `asked`, and what these options say without paths, which differ by host.
+    #[must_use]
+    pub fn asked(&self, mut asked: Vec<(&'static str, String)>) -> Vec<(&'static str, String)> {
+        asked.push(("split", self.split.to_string()));
+        asked.push(("part", format!("{:?}", self.part).to_lowercase()));
+        asked.push(("topk", self.topk.is_some().to_string()));
+        asked
+    }
+}
+
 impl DeploymentArgs {
     /// What the command line sets, in the order in which it is applied: `--set` first, then the options of one key.
     #[must_use]

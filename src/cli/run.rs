@@ -50,19 +50,25 @@ impl Classify for RunError {
 /// # Errors
 /// What it fails with, after the other ranks have been told.
 pub fn command(args: &RunArgs, env: &EnvVars) -> Result<Exit, Failure> {
-    in_world(env, &args.common, |world, started| {
+    let asked = vec![
+        ("command", "run".to_owned()),
+        ("layers", args.layers.to_string()),
+        ("steps", args.steps.to_string()),
+        ("output-dtype", format!("{:?}", args.output_dtype)),
+    ];
+    in_world(env, (&args.common, args.work.asked(asked)), |world, started| {
         let layers = match &args.layers {
             LayerChoice::All => None,
             LayerChoice::List(layers) => Some(layers.clone()),
         };
         let progress = Progress::new(args.common.log.progress, world.rank().0);
-        let job = Job::new(&args.work, &args.common, started, layers, &progress);
+        let job = Job::new(&args.work, started, layers, &progress);
         let report = run(world, args, &Job { steps: args.steps as u64, ..job })?;
         let shown = report.as_ref().map_or(Ok(()), |report| show(report, args.common.json));
         world.agree(shown)?;
-        let passes = report.is_none_or(|report| report.passes());
-        let all = world.all_gather_u64([u64::from(passes)]);
-        Ok(if all[0] == [1] { Exit::Fine } else { Exit::WrongResult })
+        let exit = report.map_or(Exit::Fine, |report| report.exit());
+        let all = world.all_gather_u64([u64::from(exit.code())]);
+        Ok(Exit::from_code(u8::try_from(all[0][0]).unwrap_or(u8::MAX)))
     })
 }
 

@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use clap::ValueEnum;
 
+use crate::backend::Isa;
 use crate::config::scalar::Scalar;
 use crate::ids::LayerIdx;
 
@@ -93,6 +94,19 @@ pub struct KeyValue {
     pub text: String,
 }
 
+impl IsaChoice {
+    /// The instruction set that was named; absent: the machine's best.
+    #[must_use]
+    pub const fn named(self) -> Option<Isa> {
+        match self {
+            Self::Auto => None,
+            Self::Scalar => Some(Isa::Scalar),
+            Self::Avx2 => Some(Isa::Avx2),
+            Self::Avx512 => Some(Isa::Avx512),
+        }
+    }
+}
+
 impl FromStr for InputRef {
     type Err = String;
 
@@ -108,6 +122,28 @@ impl FromStr for InputRef {
             _ => Ok(Self { path: path.into(), tensor: tensor.map(str::to_owned) }),
         }
     }
+}
+
+impl std::fmt::Display for LayerChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::All => f.write_str("all"),
+            Self::List(layers) => f.write_str(&comma_separated(layers.iter().map(|layer| layer.0))),
+        }
+    }
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Even => f.write_str("even"),
+            Self::Counts(counts) => f.write_str(&comma_separated(counts)),
+        }
+    }
+}
+
+fn comma_separated<T: ToString>(items: impl IntoIterator<Item = T>) -> String {
+    items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join(",")
 }
 
 impl std::fmt::Display for InputRef {

@@ -109,9 +109,15 @@ const NORM_TOLERANCE: f64 = 0.01;
 /// # Errors
 /// What it fails with, after the other ranks have been told.
 pub fn command(args: &VerifyArgs, env: &EnvVars) -> Result<Exit, Failure> {
-    in_world(env, &args.common, |world, started| {
+    let asked = vec![
+        ("command", "verify".to_owned()),
+        ("layers", args.layer.0.to_string()),
+        ("expected", args.expected.is_some().to_string()),
+        ("output-dtype", format!("{:?}", args.output_dtype)),
+    ];
+    in_world(env, (&args.common, args.work.asked(asked)), |world, started| {
         let progress = Progress::new(args.common.log.progress, world.rank().0);
-        let job = Job::new(&args.work, &args.common, started, Some(vec![args.layer]), &progress);
+        let job = Job::new(&args.work, started, Some(vec![args.layer]), &progress);
         let (verdict, exit) = verify(world, args, &job)?;
         let shown = verdict.as_ref().map_or(Ok(()), |verdict| show(verdict, args.common.json));
         world.agree(shown)?;

@@ -3,14 +3,19 @@
 //! An error that all ranks know of is printed by one of them, and all leave MPI together. An error that one rank alone
 //! knows of is printed by that rank, which then ends the job, because the others wait for it.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::checkpoint;
 use crate::config::{ConfigError, Deployment, Effective};
 use crate::env::{EnvError, EnvVars};
 use crate::exit::{Classify, Exit, Known};
+use crate::facts::{self, FactsError};
 use crate::fault::{FaultError, Faults, Injected, Stage};
 use crate::ids::Rank;
+use crate::layer::agreement::{Topic, agree_on};
+use crate::select::fingerprint::{FingerprintError, StartBuilder};
+use crate::select::{Environment, Fingerprint, RankSet};
 use crate::world::{Phase, Refusal, World, WorldError, abort_job, end_on_signals, install_panic_hook};
 
 use super::failure::Failure;
@@ -49,6 +54,9 @@ pub enum StartError {
     /// A fault on purpose.
     #[error(transparent)]
     Injected(#[from] Injected),
+    /// This rank's machine.
+    #[error(transparent)]
+    Facts(#[from] FactsError),
     /// Some rank failed; all end.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -62,6 +70,7 @@ impl Classify for StartError {
             Self::Output(error) => error.exit(),
             Self::Env(error) => error.exit(),
             Self::World(error) => error.exit(),
+            Self::Facts(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Injected(error) => error.exit(),
             Self::Signals { .. } => Exit::Environment,
@@ -83,6 +92,8 @@ pub struct Started {
     pub effective: Effective,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// What this rank is.
+    pub environment: Environment,
 }
 
 impl Started {
@@ -93,19 +104,22 @@ impl Started {
     }
 }
 
+/// What a command asks for beside the deployment and the machine, by option; equal on all ranks, or none starts.
+pub type Asked = Vec<(&'static str, String)>;
+
 /// Joins the world, starts as `common` says on every rank or on none, runs `body`, and leaves.
 ///
 /// # Errors
 /// What `body` or the start fails with, after the other ranks have been told.
 pub fn in_world(
     env: &EnvVars,
-    common: &CommonArgs,
+    (common, asked): (&CommonArgs, Asked),
     body: impl FnOnce(&World, &Started) -> Result<Exit, Failure>,
 ) -> Result<Exit, Failure> {
     install_panic_hook(|message| output::note(message));
     end_on_signals(checkpoint::remove_unfinished).map_err(|source| StartError::Signals { source })?;
     let world = join(env)?;
-    let ended = start(&world, env, common).map_err(Failure::from).and_then(|started| match started {
+    let ended = start(&world, env, common, &asked).map_err(Failure::from).and_then(|started| match started {
         Some(started) => body(&world, &started),
         None => Ok(Exit::Fine),
     });
@@ -146,8 +160,13 @@ fn join(env: &EnvVars) -> Result<World, Failure> {
 }
 
 /// The deployment, the log and the world's size, agreed; `None` where only the configuration was to be printed.
-fn start(world: &World, env: &EnvVars, common: &CommonArgs) -> Result<Option<Started>, StartError> {
-    let Some(effective) = world.agree(common.start(env, world.is_root()))? else { return Ok(None) };
+fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Result<Option<Started>, StartError> {
+    let effective = world.agree(common.deployment.effective(env))?;
+    agree_on(world, START, fingerprint(&effective, common, asked))?;
+    if !world.agree(common.start(env, &effective, world.is_root()))? {
+        return Ok(None);
+    }
+    warn(world, &effective);
     let limit = Duration::from_secs(effective.deployment.timeouts.start_s);
     world.enter(Phase { name: "start", limit });
     world.agree(world.fault(Stage::Start))?;
@@ -155,7 +174,48 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs) -> Result<Option<Sta
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
-    Ok(Some(Started { effective, num_threads }))
+    let environment = world.agree(facts::environment(world, env, common.isa.named()))?;
+    Ok(Some(Started { effective, num_threads, environment }))
+}
+
+/// Compared before anything is decided from it.
+const START: Topic = Topic {
+    about: "what they were asked for",
+    cure: "Give every rank the same build, deployment file, options and LOCKSTEP_* variables; mpirun passes a variable on \
+           to other hosts only with -x NAME.",
+};
+
+/// Keys that are each rank's own business.
+const RANK_LOCAL: [&str; 4] = ["name", "jit.cache_dir", "log.level", "log.format"];
+
+fn fingerprint(effective: &Effective, common: &CommonArgs, asked: &Asked) -> Result<Fingerprint, FingerprintError> {
+    let mut start = StartBuilder::new(facts::BUILD);
+    for (key, value, _) in effective.entries().filter(|(key, ..)| !RANK_LOCAL.contains(&key.path)) {
+        start.key(key.path, &value);
+    }
+    start.asked("print-config", &common.print_config.to_string());
+    for (option, value) in asked {
+        start.asked(option, value);
+    }
+    start.finish()
+}
+
+/// Says what is odd about any rank's environment, once, on rank 0; collective.
+fn warn(world: &World, effective: &Effective) {
+    let all = world.all_gather_bytes(effective.warnings.join("\n").as_bytes());
+    let mut said: BTreeMap<String, Vec<Rank>> = BTreeMap::new();
+    for (rank, text) in all.iter().enumerate() {
+        for warning in String::from_utf8_lossy(text).lines() {
+            said.entry(warning.to_owned()).or_default().push(Rank::from_index(rank));
+        }
+    }
+    for (warning, ranks) in said.into_iter().filter(|_| world.is_root()) {
+        if ranks.len() == world.size() {
+            tracing::warn!("{warning}");
+        } else {
+            tracing::warn!("{warning} (on {} only)", ranks.into_iter().collect::<RankSet>());
+        }
+    }
 }
 
 /// Ends a command: together where all know how it ended, at once where the others can't know.

@@ -118,7 +118,7 @@ impl Loader<'_> {
         };
         let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
         self.prepare(manifest, builder.push(&tensors))?;
-        Ok(Some(Shared { experts: builder.finish(), input_scale }))
+        Ok(Some(Shared { experts: builder.finish(), input_scale, scales: global_scales(&tensors) }))
     }
 
     fn prepare<T>(&self, manifest: &LayerManifest, result: Result<T, BackendError>) -> Result<T, LayerError> {
@@ -128,6 +128,15 @@ impl Loader<'_> {
             source,
         })
     }
+}
+
+/// The per-tensor scales of an NVFP4 expert, each weight's before its input's.
+fn global_scales(expert: &ExpertTensors) -> Vec<f32> {
+    let of_projection = |projection: &Projection| match projection.data {
+        ProjectionData::Nvfp4 { global_scale, input_scale, .. } => [Some(global_scale), input_scale],
+        ProjectionData::Bf16(_) | ProjectionData::F32(_) => [None, None],
+    };
+    [&expert.gate, &expert.up, &expert.down].into_iter().flat_map(of_projection).flatten().collect()
 }
 
 /// The larger of gate's and up's `input_scale`, which describe the same input; absent unless both are there.

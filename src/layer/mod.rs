@@ -1,7 +1,10 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
+pub mod agreement;
 mod load;
 mod parts;
+pub mod plan;
+mod selected;
 mod session;
 mod stats;
 
@@ -19,7 +22,7 @@ use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::nvfp4;
 use crate::routing::{RoutingError, TopK};
-use crate::select::{LayerDecision, SelectError};
+use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
 pub use parts::Part;
@@ -51,6 +54,12 @@ pub enum LayerError {
     /// What was asked for can't be selected.
     #[error(transparent)]
     Select(#[from] SelectError),
+    /// A layer is not what was selected for.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// A backend can't be built here.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
     /// A fault on purpose.
     #[error(transparent)]
     Fault(#[from] Injected),
@@ -81,6 +90,8 @@ impl Classify for LayerError {
             Self::Routing(error) => error.exit(),
             Self::Checkpoint(error) => error.exit(),
             Self::Select(error) => error.exit(),
+            Self::Format(error) => error.exit(),
+            Self::Backend(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
@@ -100,6 +111,7 @@ impl Classify for LayerError {
 /// One layer's weights on this rank and how it runs.
 pub struct MoeLayer {
     decision: LayerDecision,
+    selected: LayerSelection,
     geometry: MoeGeometry,
     router: Router,
     latent: Option<Latent>,
@@ -142,6 +154,12 @@ impl MoeLayer {
     #[must_use]
     pub fn decision(&self) -> &LayerDecision {
         &self.decision
+    }
+
+    /// What runs it on every rank, and why.
+    #[must_use]
+    pub fn selected(&self) -> &LayerSelection {
+        &self.selected
     }
 
     /// Bytes of this rank's packed weights.

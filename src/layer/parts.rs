@@ -99,6 +99,8 @@ pub(super) struct Shared {
     pub experts: Box<dyn Experts>,
     /// FC1's own global scale with quantised activations.
     pub input_scale: Option<f32>,
+    /// The per-tensor scales of its projections, to compare with other ranks'.
+    pub scales: Vec<f32>,
 }
 
 impl Shared {

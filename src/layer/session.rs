@@ -2,10 +2,11 @@
 
 use std::cell::Cell;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{self, Backend, Isa};
-use crate::checkpoint::{BytesRead, Checkpoint, ExpertFormat, LayerManifest};
+use crate::backend::{self, Backend, BackendError, Isa};
+use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, BufferSizes, Capacity, CapacityError};
 use crate::dispatch::combine::{CombineMode, RowForm};
@@ -16,10 +17,12 @@ use crate::fault::Stage;
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
-use crate::select::{self, LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm};
+use crate::select::{self, Digest, Environment, LayerDecision, Selection, TokenForm};
 use crate::world::{Phase, World};
 
 use super::load::{Loaded, Loader};
+use super::plan::{self, Asked, LayerPlan};
+use super::selected::{self, Selected};
 use super::{LayerError, MoeLayer, Part};
 
 /// What a session is built from.
@@ -32,8 +35,8 @@ pub struct SessionOptions<'a> {
     pub deployment: Deployment,
     /// Threads of this rank.
     pub num_threads: usize,
-    /// The best instruction set to use; the ranks settle on the best that all have.
-    pub isa: Isa,
+    /// What this rank is, from which all ranks select.
+    pub environment: Environment,
     /// The hidden states are bf16 values.
     pub input_is_bf16: bool,
     /// What will be computed.
@@ -44,23 +47,23 @@ pub struct SessionOptions<'a> {
     pub progress: &'a dyn Fn(u64, u64),
 }
 
+impl SessionOptions<'_> {
+    fn asked(&self) -> Asked<'_> {
+        let Self { layers, deployment, input_is_bf16, part, .. } = self;
+        Asked { layers: layers.as_deref(), deployment, input_is_bf16: *input_is_bf16, part: *part }
+    }
+}
+
 /// Layers ready to run on this rank. Every rank holds one, made by the same collective calls.
 pub struct Session {
     layers: Vec<MoeLayer>,
     geometry: MoeGeometry,
     capacity: Capacity,
     buffers: BufferPlan,
-    technique: &'static str,
-    isa: Isa,
+    selected: Selected,
+    session: Digest,
     bytes_read: BytesRead,
     step_limit: Duration,
-}
-
-/// What was decided before any weight is read: equal on all ranks.
-struct Plan {
-    manifests: Vec<LayerManifest>,
-    decisions: Vec<LayerDecision>,
-    technique: &'static str,
 }
 
 impl Session {
@@ -72,25 +75,24 @@ impl Session {
         let deployment = &options.deployment;
         world.enter(Phase { name: "load", limit: Duration::from_secs(deployment.timeouts.load_s) });
         let checkpoint = world.agree(Checkpoint::open(&options.checkpoint))?;
-        let plan = world.agree(decide(&checkpoint, options))?;
-        report_warnings(world, &checkpoint, &plan);
+        world.agree(capacity_of(deployment).validate())?;
+        let plans = world.agree(plan::plan(&checkpoint, &options.asked()))?;
+        report_warnings(world, &checkpoint, &plans);
         let geometry = checkpoint.model().geometry.clone();
+        let selected = Selected::agree(world, options, &geometry, &plans)?;
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
-        let buffers = world.agree(plan_buffers(world, &geometry, &plan, (capacity, options.num_tokens)))?;
-        let isa = agree_on_isa(world, options.isa);
-        let backend = world.agree(backend::build(plan.technique, options.num_threads, Some(isa)))?;
-        if world.is_root() {
-            tracing::info!(technique = plan.technique, %isa, threads = options.num_threads, "backend");
-        }
-        let layers = load_layers(world, &checkpoint, (&*backend, placement), &plan, options.progress)?;
+        let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
+        let backends = world.agree(build_backends(world, &selected, options.num_threads))?;
+        let layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
+        let session = selected.agree_on_loaded(world, &layers)?.digest();
         Ok(Self {
             layers,
             geometry,
             capacity,
             buffers,
-            technique: plan.technique,
-            isa,
+            selected,
+            session,
             bytes_read: checkpoint.bytes_read(),
             step_limit: Duration::from_secs(deployment.timeouts.step_s),
         })
@@ -120,10 +122,23 @@ impl Session {
         &self.buffers
     }
 
-    /// The technique that serves every layer, and the instruction set all ranks use.
+    /// What runs every layer, and why.
+    #[must_use]
+    pub fn selection(&self) -> &Selection {
+        &self.selected.selection
+    }
+
+    /// The digests that all ranks have compared: of the selection, and of the session.
+    #[must_use]
+    pub fn digests(&self) -> (Digest, Digest) {
+        (self.selected.fingerprint.digest(), self.session)
+    }
+
+    /// The technique of the first layer, and the instruction set that all ranks use for it.
     #[must_use]
     pub fn backend(&self) -> (&'static str, Isa) {
-        (self.technique, self.isa)
+        let technique = self.selection().techniques().first().copied().unwrap_or("none");
+        (technique, selected::isa(self.selection(), technique))
     }
 
     /// Bytes of the checkpoint that this rank has read.
@@ -138,51 +153,7 @@ impl Session {
     }
 }
 
-/// Which layers, and what each runs.
-fn decide(checkpoint: &Checkpoint, options: &SessionOptions<'_>) -> Result<Plan, LayerError> {
-    let known = checkpoint.moe_layers();
-    let chosen = options.layers.clone().unwrap_or_else(|| known.clone());
-    if let Some(&layer) = chosen.iter().find(|layer| !known.contains(layer)) {
-        let known: Vec<String> = known.iter().map(|layer| layer.0.to_string()).collect();
-        return Err(LayerError::NoSuchLayer {
-            layer,
-            checkpoint: options.checkpoint.clone(),
-            known: if known.is_empty() { "no MoE layers".to_owned() } else { format!("layers {}", known.join(", ")) },
-        });
-    }
-    capacity_of(&options.deployment).validate()?;
-    let geometry = &checkpoint.model().geometry;
-    let mut plan = Plan { manifests: Vec::new(), decisions: Vec::new(), technique: "" };
-    for layer in chosen {
-        let manifest = checkpoint.layer(layer)?;
-        if options.part == Part::Shared && manifest.shared.is_none() {
-            return Err(SelectError::NoShared { layer }.into());
-        }
-        let decision = select::decide(&facts(&manifest), geometry, &options.deployment, options.input_is_bf16)?;
-        plan.manifests.push(manifest);
-        plan.decisions.push(decision);
-    }
-    plan.technique = select::choose_technique(&options.deployment, backend::TECHNIQUES, &plan.decisions)?;
-    Ok(plan)
-}
-
-fn facts(manifest: &LayerManifest) -> LayerFacts {
-    let num_nvfp4 = manifest.experts.iter().filter(|format| **format == ExpertFormat::Nvfp4).count();
-    LayerFacts {
-        layer: manifest.layer,
-        num_nvfp4,
-        num_bf16: manifest.experts.len() - num_nvfp4,
-        has_input_scales: manifest.has_input_scales,
-        wants_quantised: manifest.quantise_activations,
-        shared: manifest.shared.map(|format| SharedFacts {
-            is_nvfp4: format == ExpertFormat::Nvfp4,
-            has_input_scales: manifest.shared_has_input_scales,
-            wants_quantised: manifest.quantise_shared,
-        }),
-    }
-}
-
-fn capacity_of(deployment: &Deployment) -> Capacity {
+pub(super) fn capacity_of(deployment: &Deployment) -> Capacity {
     Capacity {
         num_max_tokens_per_rank: deployment.dispatch.num_max_tokens_per_rank,
         chunk_tokens: deployment.dispatch.chunk_tokens,
@@ -193,7 +164,7 @@ fn capacity_of(deployment: &Deployment) -> Capacity {
 fn plan_buffers(
     world: &World,
     geometry: &MoeGeometry,
-    plan: &Plan,
+    plans: &[LayerPlan],
     (capacity, num_tokens): (Capacity, Option<usize>),
 ) -> Result<BufferPlan, CapacityError> {
     let declared = capacity.max_tokens_at_once();
@@ -218,7 +189,8 @@ fn plan_buffers(
         };
         BufferPlan::new(&sizes, tokens_at_once)
     };
-    let buffers = plan.decisions.iter().map(of_layer).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
+    let buffers =
+        plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
     if world.is_root() {
         tracing::info!(
             tokens_at_once,
@@ -241,7 +213,7 @@ fn plan_buffers(
     }
 }
 
-fn payload_form(decision: &LayerDecision, input_scale: f32) -> PayloadForm {
+pub(super) fn payload_form(decision: &LayerDecision, input_scale: f32) -> PayloadForm {
     match decision.token_form {
         TokenForm::F32 => PayloadForm::F32,
         TokenForm::Bf16 => PayloadForm::Bf16,
@@ -249,43 +221,58 @@ fn payload_form(decision: &LayerDecision, input_scale: f32) -> PayloadForm {
     }
 }
 
-fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowForm {
+pub(super) fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowForm {
     let form = if decision.combine_bf16 { CombineForm::Bf16 } else { CombineForm::F32 };
     RowForm { hidden: geometry.expert_hidden, form }
 }
 
-/// The best instruction set that every rank has: all run the same kernels.
-fn agree_on_isa(world: &World, mine: Isa) -> Isa {
-    let all = world.all_gather_u64([mine as u64]);
-    let lowest = all.iter().map(|[isa]| *isa).min().unwrap_or_default();
-    [Isa::Scalar, Isa::Avx2, Isa::Avx512].into_iter().find(|isa| *isa as u64 == lowest).unwrap_or(Isa::Scalar)
+/// The backends that the selection names, by technique.
+type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
+
+fn build_backends(world: &World, selected: &Selected, num_threads: usize) -> Result<Backends, LayerError> {
+    world.fault(Stage::Compile)?;
+    let build = |technique| {
+        let isa = selected::isa(&selected.selection, technique);
+        let backend = backend::build(technique, num_threads, Some(isa))?;
+        if world.is_root() {
+            tracing::info!(technique, %isa, threads = num_threads, "backend");
+        }
+        Ok((technique, backend))
+    };
+    selected.selection.techniques().into_iter().map(build).collect()
 }
 
 /// Loads layer by layer; a fault on one rank ends all before the next layer.
 fn load_layers(
     world: &World,
-    checkpoint: &Checkpoint,
-    (backend, placement): (&dyn Backend, Placement),
-    plan: &Plan,
-    progress: &dyn Fn(u64, u64),
+    (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
+    (backends, placement): (&Backends, Placement),
+    (plans, selected): (&[LayerPlan], &Selected),
 ) -> Result<Vec<MoeLayer>, LayerError> {
     let geometry = &checkpoint.model().geometry;
-    let total = (placement.local_experts(world.rank()).len() * plan.decisions.len()) as u64;
+    let total = (placement.local_experts(world.rank()).len() * plans.len()) as u64;
     let done = Cell::new(0);
-    let loader = Loader {
-        checkpoint,
-        backend,
-        placement,
-        rank: world.rank(),
-        progress: &|| {
-            done.set(done.get() + 1);
-            progress(done.get(), total);
-        },
+    let progress = || {
+        done.set(done.get() + 1);
+        (options.progress)(done.get(), total);
+    };
+    let load = |plan: &LayerPlan| {
+        world.fault(Stage::Load)?;
+        let layer_selection = selected.layer(plan)?;
+        // Read again: what is packed has to be what was selected.
+        let found = plan::plan_layer(checkpoint, &options.asked(), plan.problem.layer)?;
+        select::check_format(&selected.selection, plan.problem.layer, &found.problem.quantisation)?;
+        let technique = layer_selection.winner.identity.technique;
+        let backend = backends.iter().find(|(known, _)| *known == technique).map(|(_, backend)| &**backend);
+        let backend = backend.ok_or_else(|| BackendError::Technique { technique: technique.to_owned() })?;
+        let loader = Loader { checkpoint, backend, placement, rank: world.rank(), progress: &progress };
+        Ok((loader.load(&found.manifest, &plan.decision)?, layer_selection.clone()))
     };
     let mut layers = Vec::new();
-    for (manifest, decision) in plan.manifests.iter().zip(&plan.decisions) {
-        let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } =
-            world.agree(faulty(world).and_then(|()| loader.load(manifest, decision)))?;
+    for plan in plans {
+        let decision = &plan.decision;
+        let (loaded, selected) = world.agree::<_, LayerError>(load(plan))?;
+        let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } = loaded;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
         let transport = HostTransport {
@@ -296,6 +283,7 @@ fn load_layers(
         };
         layers.push(MoeLayer {
             decision: *decision,
+            selected,
             geometry: geometry.clone(),
             router,
             latent,
@@ -309,16 +297,12 @@ fn load_layers(
     Ok(layers)
 }
 
-fn faulty(world: &World) -> Result<(), LayerError> {
-    Ok(world.fault(Stage::Load)?)
-}
-
 /// What is odd about the files, which every rank has found alike, is said once.
-fn report_warnings(world: &World, checkpoint: &Checkpoint, plan: &Plan) {
+fn report_warnings(world: &World, checkpoint: &Checkpoint, plans: &[LayerPlan]) {
     if !world.is_root() {
         return;
     }
-    for warning in checkpoint.warnings().iter().chain(plan.manifests.iter().flat_map(|manifest| &manifest.warnings)) {
+    for warning in checkpoint.warnings().iter().chain(plans.iter().flat_map(|plan| &plan.manifest.warnings)) {
         if warning.is_note() {
             tracing::info!("{warning}");
         } else {

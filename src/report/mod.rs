@@ -5,6 +5,7 @@ mod table;
 use serde::{Deserialize, Serialize};
 
 use crate::dispatch::capacity::BufferPlan;
+use crate::exit::Exit;
 use crate::ids::LayerIdx;
 use crate::layer::LayerStats;
 use crate::numerics::nvfp4::QuantCounts;
@@ -171,6 +172,10 @@ pub struct Decided {
     pub technique: String,
     /// The instruction set that all ranks use.
     pub isa: String,
+    /// The digest of what was selected and everything it follows from; `lockstep resolve` prints the same.
+    pub selection: String,
+    /// The digest of that and everything else that all ranks have compared.
+    pub session: String,
     /// The part that was computed.
     pub part: String,
     /// The routed experts work on a latent of the hidden states.
@@ -196,6 +201,10 @@ pub struct DecidedLayer {
     pub combine: String,
     /// How rows come back.
     pub combine_dtype: String,
+    /// The identities that may compute: the winner first.
+    pub identities: Vec<String>,
+    /// Why the winner.
+    pub why: String,
 }
 
 /// A run, joined from all ranks.
@@ -294,6 +303,16 @@ impl RunReport {
     pub fn passes(&self) -> bool {
         self.checks.iter().all(|check| check.pass)
     }
+
+    /// What a run with this report ends with: ranks that ran something else than agreed have no result to speak of.
+    #[must_use]
+    pub fn exit(&self) -> Exit {
+        match self.passes() {
+            true => Exit::Fine,
+            false if check_identities(&self.decided, &self.ranks).pass => Exit::WrongResult,
+            false => Exit::Disagreement,
+        }
+    }
 }
 
 fn join_layer(decided: &DecidedLayer, ranks: &[RankReport]) -> LayerReport {
@@ -342,14 +361,11 @@ fn check_finite(ranks: &[RankReport]) -> Check {
     Check { name: "every output is finite".to_owned(), pass: num == 0, detail: format!("{num} values are not") }
 }
 
-/// Nothing but the decided technique computed, and routed NVFP4 rows ran under the layer's contract.
+/// Nothing but what all ranks agreed on computed: the winner of each layer, and its companions for the layer's other experts.
 fn check_identities(decided: &Decided, ranks: &[RankReport]) -> Check {
-    let technique = format!("lockstep.{}.", decided.technique);
     let allowed = |launch: &Launch| {
-        let quant = decided.layers.iter().find(|layer| layer.layer == launch.layer).map(|layer| layer.quant.as_str());
-        let ran = launch.identity.rsplit('.').next();
-        // Unquantised experts run as `none` beside a layer's NVFP4 ones, in the routed and the shared part.
-        launch.identity.starts_with(&technique) && (ran == quant || ran == Some("none"))
+        let layer = decided.layers.iter().find(|layer| layer.layer == launch.layer);
+        layer.is_some_and(|layer| layer.identities.contains(&launch.identity))
     };
     let strangers: Vec<String> = ranks
         .iter()
@@ -358,10 +374,18 @@ fn check_identities(decided: &Decided, ranks: &[RankReport]) -> Check {
         .map(|(rank, launch)| format!("rank {rank} ran {} in layer {}", launch.identity, launch.layer))
         .collect();
     Check {
-        name: "every rank ran the decided implementation".to_owned(),
+        name: "every rank ran the agreed implementation".to_owned(),
         pass: strangers.is_empty(),
-        detail: if strangers.is_empty() { technique.trim_end_matches('.').to_owned() } else { strangers.join("; ") },
+        detail: if strangers.is_empty() { agreed(decided) } else { strangers.join("; ") },
     }
+}
+
+fn agreed(decided: &Decided) -> String {
+    let mut identities: Vec<&str> =
+        decided.layers.iter().flat_map(|layer| &layer.identities).map(String::as_str).collect();
+    identities.sort_unstable();
+    identities.dedup();
+    identities.join(", ")
 }
 
 #[cfg(test)]

@@ -11,8 +11,14 @@ impl fmt::Display for RunReport {
         let decided = &self.decided;
         writeln!(
             f,
-            "{} · {} ranks · lockstep.{}.grouped_gemm ({}) · part {}",
-            decided.deployment, decided.num_ranks, decided.technique, decided.isa, decided.part
+            "{} · {} ranks · lockstep.{}.grouped_gemm ({}) · part {} · selection {} · session {}",
+            decided.deployment,
+            decided.num_ranks,
+            decided.technique,
+            decided.isa,
+            decided.part,
+            short(&decided.selection),
+            short(&decided.session)
         )?;
         writeln!(f, "\n{}\n\n{}", layers(self), ranks(self))?;
         writeln!(f, "\n{}", phases(self))?;
@@ -28,6 +34,11 @@ impl fmt::Display for RunReport {
         }
         Ok(())
     }
+}
+
+/// A digest as far as people compare it.
+fn short(digest: &str) -> &str {
+    digest.get(..8).unwrap_or(digest)
 }
 
 fn layers(report: &RunReport) -> Table {

@@ -1,17 +1,13 @@
 //! From a layer's facts and the deployment to what the layer runs: one value that everything after follows.
 
-use super::deployment::{DeploymentError, DeploymentFacts};
-use super::environment::Environment;
+use super::deployment::DeploymentError;
 use super::identity::Quant;
-use super::problem::{Problem, Quantisation, RoutingKind, WeightFormat};
-use super::registry::Registry;
-use super::resolve::{ResolveError, resolve};
+use super::resolve::ResolveError;
 use crate::config::{self, Activations, Deployment};
 use crate::exit::{Classify, Exit};
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
-use crate::numerics::nvfp4::BLOCK;
 
 /// Why a layer can't run as asked.
 #[derive(Debug, thiserror::Error, PartialEq)]
@@ -183,81 +179,5 @@ fn quantise_activations(facts: &LayerFacts, activations: Activations) -> Result<
             Err(SelectError::NotQuantisable { layer, reason: "its experts have no input_scale" })
         }
         Activations::Quantised => Ok(true),
-    }
-}
-
-/// The one of `techniques` that serves all `decisions`, as far as contracts and activations go.
-///
-/// For callers that know neither shapes nor environments: those are taken to be ones that everything serves. [`resolve`]
-/// asks about all of it.
-///
-/// # Errors
-/// If what the deployment asks for is not in this build, or does not serve every layer.
-pub fn choose_technique(
-    deployment: &Deployment,
-    techniques: &[&'static str],
-    decisions: &[LayerDecision],
-) -> Result<&'static str, SelectError> {
-    let facts = DeploymentFacts::declared(deployment)?;
-    let problems: Vec<Problem> = decisions.iter().map(neutral_problem).collect();
-    let environments = vec![Environment::default(); facts.num_ranks()];
-    let selection = resolve(&problems, &facts, &environments, &Registry::of_techniques(techniques))?;
-    Ok(selection.techniques().first().copied().or(techniques.first().copied()).unwrap_or_default())
-}
-
-fn neutral_problem(decision: &LayerDecision) -> Problem {
-    let weights = if decision.quant == Quant::None { WeightFormat::Bf16 } else { WeightFormat::Nvfp4 };
-    Problem {
-        layer: decision.layer,
-        quantisation: Quantisation::uniform(weights, decision.quantise_activations),
-        activation: decision.activation.into(),
-        hidden: BLOCK,
-        intermediate: BLOCK,
-        num_experts: 1,
-        num_topk: 1,
-        routing: RoutingKind::Default,
-        has_bias: false,
-        shared: None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::{BackendFamily, Device, Transport};
-
-    #[test]
-    fn a_technique_is_chosen_from_those_that_there_are() {
-        let quantised = LayerDecision {
-            layer: LayerIdx(1),
-            quant: Quant::Nvfp4,
-            quantise_activations: true,
-            quantise_shared: false,
-            kept_unquantised: false,
-            activation: Activation::Situ { beta: 4.0, linear_beta: None },
-            token_form: TokenForm::Bf16,
-            combine_at_home: true,
-            combine_bf16: false,
-        };
-        let unquantised =
-            LayerDecision { layer: LayerIdx(2), quant: Quant::None, quantise_activations: false, ..quantised };
-        let choose = |change: &dyn Fn(&mut Deployment)| {
-            let mut deployment = Deployment::default();
-            change(&mut deployment);
-            choose_technique(&deployment, &["reference", "simd"], &[quantised, unquantised])
-        };
-        assert_eq!(choose(&|_| {}), Ok("simd"));
-        assert_eq!(choose(&|d| d.moe.backend = BackendFamily::Reference), Ok("reference"));
-        assert_eq!(choose(&|d| d.moe.backend = BackendFamily::Cpu), Ok("simd"));
-        let refused = |change: &dyn Fn(&mut Deployment)| choose(change).unwrap_err().to_string();
-        assert!(refused(&|d| d.moe.backend = BackendFamily::Wgmma).contains("backend `wgmma` is not in this build"));
-        assert!(refused(&|d| d.cluster.device = Device::Gpu).contains("runs on a host's cores; cluster.device is gpu"));
-        assert!(refused(&|d| d.dispatch.transport = Transport::Nccl).contains("dispatch.transport is nccl"));
-        let pin = |query: &str| refused(&|d| d.moe.implementation = Some(query.to_owned()));
-        // The pin serves layer 1, but not the unquantised layer 2.
-        assert!(pin("simd.nvfp4").starts_with("implementation simd.nvfp4 does not serve layer 2"));
-        assert!(pin("simd").contains("matches 3 implementations"));
-        let only_reference = choose_technique(&Deployment::default(), &["reference"], &[unquantised]);
-        assert_eq!(only_reference, Ok("reference"));
     }
 }

@@ -25,7 +25,7 @@ mod resolve;
 mod tests;
 
 pub use candidate::Candidate;
-pub use decide::{LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm, choose_technique, decide};
+pub use decide::{LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm, decide};
 pub use deployment::{DeploymentError, DeploymentFacts, ExpertSplit, MAX_NUM_RANKS};
 pub use environment::{Environment, InstructionSet};
 pub use fingerprint::{Digest, Fingerprint};

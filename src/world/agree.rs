@@ -64,9 +64,26 @@ impl Classify for Refusal {
 
 /// What a rank tells the others about its outcome. Fixed in size, so that a rank that failed sends one too.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Record {
+pub(super) struct Record {
     exit: Exit,
     message_digest: u64,
+}
+
+impl Record {
+    pub fn of<T, E: Classify + 'static>(local: &Result<T, E>) -> Self {
+        match local {
+            Ok(_) => Self { exit: Exit::Fine, message_digest: 0 },
+            Err(error) => Self { exit: error.exit(), message_digest: digest(error) },
+        }
+    }
+
+    pub fn words(self) -> [u64; 2] {
+        [u64::from(self.exit.code()), self.message_digest]
+    }
+
+    pub fn from_words([code, message_digest]: [u64; 2]) -> Self {
+        Self { exit: Exit::from_code(u8::try_from(code).unwrap_or(u8::MAX)), message_digest }
+    }
 }
 
 impl World {
@@ -75,19 +92,18 @@ impl World {
     /// # Errors
     /// If any rank's `local` is an error.
     pub fn agree<T, E: Classify + Send + Sync + 'static>(&self, local: Result<T, E>) -> Result<T, Refusal> {
-        let mine = match &local {
-            Ok(_) => Record { exit: Exit::Fine, message_digest: 0 },
-            Err(error) => Record { exit: error.exit(), message_digest: digest(error) },
-        };
-        let records = self.all_gather_u64([u64::from(mine.exit.code()), mine.message_digest]);
-        let records: Vec<Record> = records
-            .iter()
-            .map(|[code, message_digest]| Record {
-                exit: Exit::from_code(u8::try_from(*code).unwrap_or(u8::MAX)),
-                message_digest: *message_digest,
-            })
-            .collect();
-        match (decide(&records), local) {
+        let records = self.all_gather_u64(Record::of(&local).words());
+        let records: Vec<Record> = records.into_iter().map(Record::from_words).collect();
+        self.settle(judge(&records), local)
+    }
+
+    /// This rank's value, or the verdict with its cause on the rank that speaks.
+    pub(super) fn settle<T, E: Classify + Send + Sync + 'static>(
+        &self,
+        verdict: Option<Refusal>,
+        local: Result<T, E>,
+    ) -> Result<T, Refusal> {
+        match (verdict, local) {
             (None, Ok(value)) => Ok(value),
             (Some(verdict), local) => {
                 let cause = local.err().and_then(|error| self.keep_if_speaker(error, verdict.speaker));
@@ -120,7 +136,7 @@ impl World {
 }
 
 /// The refusal that the records of all ranks amount to, without its cause.
-fn decide(records: &[Record]) -> Option<Refusal> {
+pub(super) fn judge(records: &[Record]) -> Option<Refusal> {
     let failed = || records.iter().enumerate().filter(|(_, record)| record.exit != Exit::Fine);
     let (speaker, first) = failed().next()?;
     let differing = failed()
@@ -138,10 +154,13 @@ fn decide(records: &[Record]) -> Option<Refusal> {
 }
 
 fn digest(error: &dyn Error) -> u64 {
-    let hash = blake3::hash(chain(error).as_bytes());
-    let mut first = [0; 8];
-    first.copy_from_slice(&hash.as_bytes()[..8]);
-    u64::from_le_bytes(first)
+    words(blake3::hash(chain(error).as_bytes()).as_bytes())[0]
+}
+
+/// A digest as numbers.
+pub(super) fn words(digest: &[u8; 32]) -> [u64; 4] {
+    let (words, _) = digest.as_chunks::<8>();
+    [0, 1, 2, 3].map(|idx| u64::from_le_bytes(words[idx]))
 }
 
 fn chain(error: &dyn Error) -> String {

@@ -39,6 +39,30 @@ impl World {
         all.chunks_exact(N).map(|chunk| chunk.try_into().unwrap_or([0; N])).collect()
     }
 
+    /// Every rank's bytes, of whatever length, in rank order; collective.
+    ///
+    /// For records of some kilobytes: shorter ones are padded to the longest.
+    pub fn all_gather_bytes(&self, mine: &[u8]) -> Vec<Vec<u8>> {
+        let length = |[n]: [u64; 1]| usize::try_from(n).unwrap_or(usize::MAX);
+        let lengths: Vec<usize> = self.all_gather_u64([mine.len() as u64]).into_iter().map(length).collect();
+        let longest = lengths.iter().copied().max().unwrap_or_default();
+        let mut all: Vec<Vec<u8>> = lengths.iter().map(|&length| Vec::with_capacity(length)).collect();
+        for at in (0..longest).step_by(self.round_bytes) {
+            let piece = Piece { at, len: self.round_bytes.min(longest - at) };
+            let mut padded = piece.of(mine).to_vec();
+            padded.resize(piece.len, 0);
+            let mut arrived = vec![0u8; piece.len * self.size];
+            mpi::request::scope(|scope| {
+                let request = self.comm.immediate_all_gather_into(scope, &padded[..], &mut arrived[..]);
+                self.wait("all-gather of records", request);
+            });
+            for (whole, (run, &length)) in all.iter_mut().zip(arrived.chunks_exact(piece.len).zip(&lengths)) {
+                whole.extend_from_slice(&run[..piece.len_of(length)]);
+            }
+        }
+        all
+    }
+
     /// Sends `to[r]` to rank `r` and returns what each rank sent here; collective.
     pub fn all_to_all_u64(&self, to: &[u64]) -> Vec<u64> {
         debug_assert_eq!(to.len(), self.size);

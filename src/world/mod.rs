@@ -4,6 +4,7 @@
 //! collective can't time out. Knows nothing of models or experts.
 
 mod agree;
+mod compare;
 mod ending;
 mod exchange;
 mod roll;
@@ -24,6 +25,7 @@ use crate::ids::Rank;
 use roll::Roll;
 
 pub use agree::Refusal;
+pub use compare::{Compared, Sheet};
 pub use ending::{abort_job, install_panic_hook};
 pub use exchange::{Parts, num_rounds};
 pub use signals::end_on_signals;
@@ -91,6 +93,8 @@ pub struct World {
     size: usize,
     local_rank: usize,
     local_size: usize,
+    /// The world's number of the first rank on this host.
+    first_on_host: Rank,
     host: String,
     phase: Cell<Phase>,
     /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
@@ -128,6 +132,9 @@ impl World {
         let node = comm.split_shared(comm.rank());
         let local_rank = usize::try_from(node.rank()).unwrap_or_default();
         let local_size = usize::try_from(node.size()).unwrap_or(1);
+        let mut on_host = vec![0i32; local_size];
+        node.all_gather_into(&comm.rank(), &mut on_host[..]);
+        let first_on_host = on_host.into_iter().min().and_then(|first| u32::try_from(first).ok()).unwrap_or_default();
         let host = mpi::environment::processor_name().unwrap_or_else(|_| "unknown host".to_owned());
         ending::remember_rank(rank, size);
         let mut world = Self {
@@ -137,6 +144,7 @@ impl World {
             size,
             local_rank,
             local_size,
+            first_on_host: Rank(first_on_host),
             host,
             phase: Cell::new(Phase { name: "start", limit: start }),
             round_bytes: exchange::default_round_bytes(size),
@@ -178,6 +186,20 @@ impl World {
     #[must_use]
     pub fn host(&self) -> &str {
         &self.host
+    }
+
+    /// A number for the host of every rank: that of its first rank; collective.
+    pub fn nodes(&self) -> Vec<u32> {
+        let first = self.all_gather_u64([u64::from(self.first_on_host.0)]);
+        first.into_iter().map(|[first]| u32::try_from(first).unwrap_or_default()).collect()
+    }
+
+    /// What the MPI library calls itself and its version.
+    #[must_use]
+    pub fn mpi_version() -> String {
+        let text = mpi::environment::library_version().unwrap_or_default();
+        // What follows is who packed it and when.
+        text.split(',').next().unwrap_or_default().trim().to_owned()
     }
 
     /// Whether this rank speaks for all where every rank would say the same.

@@ -18,6 +18,7 @@ const ORDER: &[&[&str]] = &[
     &["world", "checkpoint", "env", "host"],
     &["dispatch::host"],
     &["backend"],
+    &["facts"],
     &["sample", "layer"],
     &["report"],
     &["cli"],

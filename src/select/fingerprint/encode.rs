@@ -22,13 +22,14 @@ pub(super) const SET: u8 = 7;
 pub(super) const LIST: u8 = 8;
 
 impl Kind {
-    pub(super) const ALL: [Self; 3] = [Self::Selection, Self::Session, Self::Information];
+    pub(super) const ALL: [Self; 4] = [Self::Selection, Self::Session, Self::Information, Self::Start];
 
     pub(super) const fn code(self) -> u8 {
         match self {
             Self::Selection => 1,
             Self::Session => 2,
             Self::Information => 3,
+            Self::Start => 4,
         }
     }
 }

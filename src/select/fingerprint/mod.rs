@@ -10,6 +10,7 @@ mod information;
 mod registry;
 mod selection;
 mod session;
+mod start;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -18,6 +19,7 @@ pub use decode::DecodeError;
 pub use diff::{FieldDifference, Side, diff};
 pub use information::Information;
 pub use session::{BuildFacts, LayerFields, SessionBuilder};
+pub use start::StartBuilder;
 pub use value::{Digest, Value};
 
 use std::collections::BTreeMap;
@@ -38,6 +40,8 @@ pub enum Kind {
     Session,
     /// What may differ.
     Information,
+    /// What ranks were asked for.
+    Start,
 }
 
 /// Named fields and their digest.
@@ -145,6 +149,13 @@ impl Fields {
             None => {
                 self.fields.insert(path, second);
             }
+        }
+    }
+
+    fn add_build(&mut self, build: BuildFacts<'_>) {
+        let BuildFacts { version, revision, target, profile } = build;
+        for (field, value) in [("version", version), ("revision", revision), ("target", target), ("profile", profile)] {
+            self.add(format!("build.{field}"), value);
         }
     }
 

@@ -56,10 +56,7 @@ impl SessionBuilder {
 
     /// The build.
     pub fn build(&mut self, build: BuildFacts<'_>) -> &mut Self {
-        let BuildFacts { version, revision, target, profile } = build;
-        for (field, value) in [("version", version), ("revision", revision), ("target", target), ("profile", profile)] {
-            self.fields.add(format!("build.{field}"), value);
-        }
+        self.fields.add_build(build);
         self
     }
 

@@ -1,0 +1,115 @@
+//! This rank's facts, collected once: what selection and agreement may know of its machine.
+//!
+//! Gathers what the other doors have read into an [`Environment`]; decides nothing with it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::backend::Isa;
+use crate::env::EnvVars;
+use crate::exit::{Classify, Exit};
+use crate::host;
+use crate::select::environment::{Fact, Libraries};
+use crate::select::fingerprint::BuildFacts;
+use crate::select::{Environment, InstructionSet};
+use crate::world::World;
+
+/// The build that this process runs.
+pub const BUILD: BuildFacts<'static> = BuildFacts {
+    version: env!("CARGO_PKG_VERSION"),
+    revision: env!("LOCKSTEP_BUILD_REVISION"),
+    target: env!("LOCKSTEP_BUILD_TARGET"),
+    profile: env!("LOCKSTEP_BUILD_PROFILE"),
+};
+
+/// Why this rank can't be what was asked for.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum FactsError {
+    /// An instruction set that this machine lacks.
+    #[error("--isa {wanted} on {host}: this machine does not have it, its best is {best}; give --isa {best} or auto")]
+    Isa {
+        /// What was asked for.
+        wanted: Isa,
+        /// This host.
+        host: String,
+        /// What there is.
+        best: Isa,
+    },
+}
+
+impl Classify for FactsError {
+    fn exit(&self) -> Exit {
+        Exit::Environment
+    }
+}
+
+/// The environment of this rank. `wanted`: no better instruction set than this; absent: the machine's best.
+///
+/// GPU, NCCL and NVRTC stay unknown where a driver is loaded, because a build for CPUs does not look further.
+///
+/// # Errors
+/// If the machine lacks `wanted`.
+pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Environment, FactsError> {
+    let best = Isa::detect();
+    let isa = wanted.unwrap_or(best);
+    let host = world.host().to_owned();
+    if isa > best {
+        return Err(FactsError::Isa { wanted: isa, host, best });
+    }
+    let driver = host::nvidia_driver().map_or(Fact::Absent, Fact::Present);
+    let gpu = if driver == Fact::Absent { Fact::Absent } else { Fact::Unknown };
+    let mpi = Fact::Present(World::mpi_version());
+    let variables = env.lockstep.iter().chain(&env.libraries).cloned().collect();
+    Ok(Environment {
+        host: Some(host),
+        instruction_set: Fact::Present(instruction_set(isa)),
+        gpu,
+        libraries: Libraries { mpi, driver, ..Libraries::default() },
+        // No implementation of this build is opt-in.
+        flags: Some(BTreeSet::new()),
+        variables,
+        info: BTreeMap::from([
+            ("cores".to_owned(), env.available_parallelism.to_string()),
+            ("ranks_on_host".to_owned(), world.local_size().to_string()),
+        ]),
+    })
+}
+
+/// A backend's instruction set as selection knows it.
+#[must_use]
+pub const fn instruction_set(isa: Isa) -> InstructionSet {
+    match isa {
+        Isa::Scalar => InstructionSet::Scalar,
+        Isa::Avx2 => InstructionSet::Avx2,
+        Isa::Avx512 => InstructionSet::Avx512,
+    }
+}
+
+/// A selected instruction set as a backend knows it.
+#[must_use]
+pub const fn isa(set: InstructionSet) -> Isa {
+    match set {
+        InstructionSet::Scalar => Isa::Scalar,
+        InstructionSet::Avx2 => Isa::Avx2,
+        InstructionSet::Avx512 => Isa::Avx512,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instruction_sets_of_both_tables_are_the_same() {
+        for set in InstructionSet::ALL {
+            assert_eq!(instruction_set(isa(set)), set);
+            assert_eq!(isa(set).name(), set.name());
+        }
+        assert_eq!(Isa::ALL.len(), InstructionSet::ALL.len());
+    }
+
+    #[test]
+    fn a_build_says_what_it_is() {
+        assert_eq!(BUILD.revision.len(), 16, "{}", BUILD.revision);
+        assert!(BUILD.target.contains('-') && !BUILD.profile.is_empty());
+    }
+}

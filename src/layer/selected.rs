@@ -1,0 +1,169 @@
+//! What runs every layer, resolved from the joint facts of all ranks, and the fingerprints that they compare.
+
+use crate::dispatch::combine::CombineMode;
+use crate::facts::{self, BUILD};
+use crate::select::fingerprint::SessionBuilder;
+use crate::select::registry::Registry;
+use crate::select::{DeploymentFacts, Fingerprint, LayerSelection, SelectError, Selection, resolve};
+use crate::world::World;
+
+use super::agreement::{self, Topic};
+use super::plan::LayerPlan;
+use super::session::{SessionOptions, payload_form, row_form};
+use super::{LayerError, MoeLayer};
+use crate::model::MoeGeometry;
+
+/// Compared before any weight is read.
+const PLAN: Topic =
+    Topic { about: "what they would run", cure: "Give every rank the same build, checkpoint, input and settings." };
+
+/// Compared before the first step.
+const SESSION: Topic = Topic {
+    about: "what they have loaded",
+    cure: "Give every rank the same build and checkpoint; a copy on one host may be stale.",
+};
+
+/// What all ranks have agreed to run.
+pub(super) struct Selected {
+    pub selection: Selection,
+    /// What it is, and everything it follows from.
+    pub fingerprint: Fingerprint,
+    fields: SessionBuilder,
+}
+
+impl Selected {
+    /// Selects from the facts of all ranks and compares the outcome; collective.
+    ///
+    /// # Errors
+    /// The same on all ranks: if nothing serves some layer on every rank, or the ranks differ.
+    pub fn agree(
+        world: &World,
+        options: &SessionOptions<'_>,
+        geometry: &MoeGeometry,
+        plans: &[LayerPlan],
+    ) -> Result<Self, LayerError> {
+        let environments = world.agree(agreement::gather_environments(world, &options.environment))?;
+        let nodes = world.nodes();
+        let deployment = world.agree(DeploymentFacts::new(&options.deployment, nodes).map_err(SelectError::from))?;
+        let problems: Vec<_> = plans.iter().map(|plan| plan.problem.clone()).collect();
+        let registry = Registry::builtin();
+        let selection =
+            world.agree(resolve(&problems, &deployment, &environments, &registry).map_err(SelectError::from))?;
+        let fingerprint = world.agree(selection.fingerprint(&deployment, &environments, &registry))?;
+        let mut fields = SessionBuilder::new(&fingerprint);
+        fields.build(BUILD).environment(&options.environment);
+        add_options(&mut fields, options);
+        plans.iter().for_each(|plan| add_plan(&mut fields, geometry, plan));
+        add_layouts(&mut fields, &selection);
+        agreement::agree_on(world, PLAN, fields.clone().finish())?;
+        agreement::compare_trails(world, &selection)?;
+        if world.is_root() {
+            say(&selection, &fingerprint, plans);
+            warn_of_harmless_differences(&environments);
+        }
+        Ok(Self { selection, fingerprint, fields })
+    }
+
+    /// What runs a layer.
+    ///
+    /// # Errors
+    /// If nothing was selected for it, a bug.
+    pub fn layer(&self, plan: &LayerPlan) -> Result<&LayerSelection, LayerError> {
+        let layer = plan.problem.layer;
+        let found = plan.problem.quantisation.clone();
+        Ok(self.selection.layer(layer).ok_or(crate::select::FormatError::NotSelected { layer, found })?)
+    }
+
+    /// Compares what was loaded: scales by their bits; collective.
+    ///
+    /// # Errors
+    /// The same on all ranks: if they differ.
+    pub fn agree_on_loaded(&self, world: &World, layers: &[MoeLayer]) -> Result<Fingerprint, LayerError> {
+        let mut fields = self.fields.clone();
+        layers.iter().for_each(|layer| add_loaded(&mut fields, layer));
+        let fingerprint = agreement::agree_on(world, SESSION, fields.finish())?;
+        if world.is_root() {
+            tracing::info!(selection = %self.fingerprint.digest(), session = %fingerprint.digest(), "all ranks agree");
+        }
+        Ok(fingerprint)
+    }
+}
+
+fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
+    let dispatch = &options.deployment.dispatch;
+    let declared = super::session::capacity_of(&options.deployment).max_tokens_at_once();
+    let at_once = options.num_tokens.map_or(declared, |tokens| tokens.min(declared));
+    fields
+        .capacity("num_max_tokens_per_rank", dispatch.num_max_tokens_per_rank as u64)
+        .capacity("tokens_at_once", at_once as u64)
+        .flag("part", options.part.name())
+        .flag("input_is_bf16", options.input_is_bf16);
+}
+
+fn add_plan(fields: &mut SessionBuilder, geometry: &MoeGeometry, plan: &LayerPlan) {
+    let decision = &plan.decision;
+    let row = row_form(geometry, decision);
+    let mode = if decision.combine_at_home { CombineMode::Slot } else { CombineMode::Rank };
+    fields
+        .layer(decision.layer)
+        .activation(decision.activation)
+        .routing(geometry.routing)
+        .constant("norm_eps", geometry.latent.and_then(|latent| latent.norm_eps))
+        .travel("payload", payload_form(decision, 1.0).name())
+        .travel("combine", mode.name())
+        .travel("combine_dtype", row.form.name())
+        .travel("return_bytes", row.form.row_bytes(row.hidden));
+}
+
+/// Packed weights are of the technique's own form, which the build fixes.
+fn add_layouts(fields: &mut SessionBuilder, selection: &Selection) {
+    for technique in selection.techniques() {
+        let set = selection.instruction_set(technique).map(|set| set.name());
+        fields.layout(&format!("packed.{technique}"), set);
+    }
+}
+
+/// What every rank has of a layer: its experts' own scales are with their ranks alone.
+fn add_loaded(fields: &mut SessionBuilder, layer: &MoeLayer) {
+    let mut of_layer = fields.layer(layer.decision.layer);
+    of_layer.scale("fc1_input", layer.input_scale);
+    if let Some(bias) = &layer.router.bias {
+        of_layer.scales("router_bias", bias.iter().copied());
+    }
+    if let Some(norm) = layer.latent.as_ref().and_then(|latent| latent.norm.as_ref()) {
+        of_layer.scales("latent_norm", norm.weight.iter().copied());
+    }
+    if let Some(shared) = &layer.shared {
+        of_layer.scale("shared_fc1_input", shared.input_scale).scales("shared", shared.scales.iter().copied());
+    }
+}
+
+fn say(selection: &Selection, fingerprint: &Fingerprint, plans: &[LayerPlan]) {
+    for line in selection.summary().lines() {
+        tracing::info!(selection = fingerprint.digest().short(), "{line}");
+    }
+    let kept: Vec<String> =
+        plans.iter().filter(|plan| plan.decision.kept_unquantised).map(|plan| plan.problem.layer.to_string()).collect();
+    if !kept.is_empty() {
+        tracing::warn!(
+            "activations: quantised does not reach {}, which the checkpoint keeps unquantised",
+            kept.join(", ")
+        );
+    }
+}
+
+fn warn_of_harmless_differences(environments: &[crate::select::Environment]) {
+    match agreement::harmless_differences(environments) {
+        Ok(differences) if differences.is_empty() => {}
+        Ok(differences) => {
+            let lines: String = differences.iter().map(|difference| format!("\n    {difference}")).collect();
+            tracing::warn!("the ranks differ where they may, and go on:{lines}");
+        }
+        Err(error) => tracing::error!("{error}"),
+    }
+}
+
+/// The instruction set of a technique's kernels.
+pub(super) fn isa(selection: &Selection, technique: &str) -> crate::backend::Isa {
+    selection.instruction_set(technique).map_or(crate::backend::Isa::Scalar, facts::isa)
+}
