@@ -1,6 +1,7 @@
-//! Facts about this process and host that Linux tells: memory, the GPU driver. Reads `/proc` and nothing else.
+//! Facts about this process and host that Linux tells: memory, the GPU driver. Reads `/proc`, and tries whether a directory can be written.
 
 use std::fs;
+use std::path::Path;
 
 /// The largest resident set of this process so far, in bytes; absent where `/proc` doesn't say.
 #[must_use]
@@ -12,6 +13,13 @@ pub fn peak_rss_bytes() -> Option<u64> {
 #[must_use]
 pub fn free_memory_bytes() -> Option<u64> {
     kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:").map(|kib| kib * 1024)
+}
+
+/// Whether a file can be made in `dir`, or in the nearest directory above it that there is. Leaves nothing behind.
+#[must_use]
+pub fn can_write(dir: &str) -> bool {
+    let nearest = Path::new(dir).ancestors().find(|dir| dir.is_dir());
+    nearest.is_some_and(|dir| tempfile::tempfile_in(dir).is_ok())
 }
 
 /// The version of the NVIDIA driver that this host runs; absent where it runs none.

@@ -3,6 +3,7 @@
 //! Decides nothing that the library does not decide; prints through [`output`] alone.
 
 pub mod bench;
+pub mod doctor;
 pub mod failure;
 pub mod inspect;
 pub mod job;
@@ -10,6 +11,7 @@ pub mod logging;
 pub mod options;
 pub mod output;
 pub mod progress;
+pub mod resolve;
 pub mod run;
 pub mod sample;
 pub mod values;
@@ -52,6 +54,10 @@ pub enum Command {
     Bench(bench::BenchArgs),
     /// Says what is in a checkpoint, and everything that is wrong with it
     Inspect(inspect::InspectArgs),
+    /// Says which implementation every layer would run, and why; needs no launcher
+    Resolve(resolve::ResolveArgs),
+    /// Shows what every rank is, and where ranks differ
+    Doctor(doctor::DoctorArgs),
     /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
     Sample(sample::SampleArgs),
 }
@@ -94,6 +100,8 @@ fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
         Command::Verify(args) => verify::command(&args, env),
         Command::Bench(args) => bench::command(&args),
         Command::Inspect(args) => inspect::command(&args, env),
+        Command::Resolve(args) => resolve::command(&args, env),
+        Command::Doctor(args) => doctor::command(&args, env),
         Command::Sample(args) => sample::run(&args, env),
     }
 }

@@ -1,6 +1,6 @@
 //! The options of `run` and `verify`, and what they have in common.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -161,6 +161,14 @@ pub struct DeploymentArgs {
     /// Sets any other key, as in timeouts.step_s=30; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<KeyValue>,
+}
+
+/// The text of a file that the command line names.
+///
+/// # Errors
+/// If it can't be read or is not UTF-8.
+pub fn read_text(path: &Path) -> std::io::Result<String> {
+    std::fs::read_to_string(path)
 }
 
 impl WorkArgs {

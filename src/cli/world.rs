@@ -116,13 +116,21 @@ pub fn in_world(
     (common, asked): (&CommonArgs, Asked),
     body: impl FnOnce(&World, &Started) -> Result<Exit, Failure>,
 ) -> Result<Exit, Failure> {
+    with_world(env, |world| match start(world, env, common, &asked)? {
+        Some(started) => body(world, &started),
+        None => Ok(Exit::Fine),
+    })
+}
+
+/// Joins the world, runs `body`, and leaves.
+///
+/// # Errors
+/// What `body` or joining fails with, after the other ranks have been told.
+pub fn with_world(env: &EnvVars, body: impl FnOnce(&World) -> Result<Exit, Failure>) -> Result<Exit, Failure> {
     install_panic_hook(|message| output::note(message));
     end_on_signals(checkpoint::remove_unfinished).map_err(|source| StartError::Signals { source })?;
     let world = join(env)?;
-    let ended = start(&world, env, common, &asked).map_err(Failure::from).and_then(|started| match started {
-        Some(started) => body(&world, &started),
-        None => Ok(Exit::Fine),
-    });
+    let ended = body(&world);
     leave(world, ended)
 }
 
@@ -162,7 +170,9 @@ fn join(env: &EnvVars) -> Result<World, Failure> {
 /// The deployment, the log and the world's size, agreed; `None` where only the configuration was to be printed.
 fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Result<Option<Started>, StartError> {
     let effective = world.agree(common.deployment.effective(env))?;
-    agree_on(world, START, fingerprint(&effective, common, asked))?;
+    let environment = world.agree(facts::environment(world, env, common.isa.named()))?;
+    let asked = asked.iter().cloned().chain([("print-config", common.print_config.to_string())]).collect();
+    agree_on(world, START, fingerprint(&effective, &environment, &asked))?;
     if !world.agree(common.start(env, &effective, world.is_root()))? {
         return Ok(None);
     }
@@ -174,7 +184,6 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
-    let environment = world.agree(facts::environment(world, env, common.isa.named()))?;
     Ok(Some(Started { effective, num_threads, environment }))
 }
 
@@ -188,12 +197,20 @@ const START: Topic = Topic {
 /// Keys that are each rank's own business.
 const RANK_LOCAL: [&str; 4] = ["name", "jit.cache_dir", "log.level", "log.format"];
 
-fn fingerprint(effective: &Effective, common: &CommonArgs, asked: &Asked) -> Result<Fingerprint, FingerprintError> {
+/// What a rank was asked for, and what of its environment has to be like the others'.
+///
+/// # Errors
+/// If one path is fed two values, a bug.
+pub fn fingerprint(
+    effective: &Effective,
+    environment: &Environment,
+    asked: &Asked,
+) -> Result<Fingerprint, FingerprintError> {
     let mut start = StartBuilder::new(facts::BUILD);
     for (key, value, _) in effective.entries().filter(|(key, ..)| !RANK_LOCAL.contains(&key.path)) {
         start.key(key.path, &value);
     }
-    start.asked("print-config", &common.print_config.to_string());
+    start.environment(environment);
     for (option, value) in asked {
         start.asked(option, value);
     }

@@ -98,7 +98,10 @@ pub fn agree_on(
 }
 
 /// Where the encoded fingerprints of ranks 0, 1, ... differ.
-fn differences(all: &[Vec<u8>]) -> Result<Vec<FieldDifference>, AgreementError> {
+///
+/// # Errors
+/// If a rank's bytes are no fingerprint of this build.
+pub fn differences(all: &[Vec<u8>]) -> Result<Vec<FieldDifference>, AgreementError> {
     let decode = |(idx, bytes): (usize, &Vec<u8>)| {
         let rank = Rank::from_index(idx);
         let fingerprint = Fingerprint::decode(bytes).map_err(|source| AgreementError::Fields { rank, source })?;

@@ -2,6 +2,8 @@
 
 mod table;
 
+pub use table::new_table;
+
 use serde::{Deserialize, Serialize};
 
 use crate::dispatch::capacity::BufferPlan;

@@ -120,7 +120,9 @@ fn phases(report: &RunReport) -> Table {
 /// A line under the header and nothing else: many rows stay readable.
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
-fn new_table(header: &[&str]) -> Table {
+/// An empty table in the style of all of them.
+#[must_use]
+pub fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_header(header);
     table

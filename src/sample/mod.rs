@@ -20,6 +20,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use crate::checkpoint;
+use crate::ids::LayerIdx;
+use crate::model::{ConfigTexts, CorrectionBias, ModelDescription, ModelError};
+use crate::select::{LayerFacts, SharedFacts};
 
 pub use error::SampleError;
 pub use presets::Geometry;
@@ -112,6 +115,38 @@ impl SampleSpec {
     pub fn layers(&self) -> Range<usize> {
         let first = self.geometry.preset().num_dense;
         first..first + self.num_layers
+    }
+
+    /// The model that the sample's config files describe.
+    ///
+    /// # Errors
+    /// If the sizes are no model's.
+    pub fn model(&self) -> Result<ModelDescription, ModelError> {
+        let config = configs::config(self).to_string();
+        let hf_quant_config = configs::quant_config(self).map(|config| config.to_string());
+        let texts = ConfigTexts { config: &config, hf_quant_config: hf_quant_config.as_deref() };
+        let bias = if self.geometry == Geometry::Qwen3 { CorrectionBias::Absent } else { CorrectionBias::Present };
+        ModelDescription::from_texts(texts, bias)
+    }
+
+    /// What the headers of the sample say of its first layer, without writing it.
+    #[must_use]
+    pub fn layer_facts(&self) -> LayerFacts {
+        let is_nvfp4 = self.format == SampleFormat::Nvfp4;
+        let of_shared = |is_nvfp4| SharedFacts { is_nvfp4, has_input_scales: is_nvfp4, wants_quantised: is_nvfp4 };
+        LayerFacts {
+            layer: LayerIdx(u32::try_from(self.layers().start).unwrap_or_default()),
+            num_nvfp4: if is_nvfp4 { self.num_experts } else { 0 },
+            num_bf16: if is_nvfp4 { 0 } else { self.num_experts },
+            has_input_scales: is_nvfp4,
+            wants_quantised: is_nvfp4,
+            shared: match self.geometry {
+                // Its quantisation config leaves the shared experts out.
+                Geometry::KimiK3 => Some(of_shared(false)),
+                Geometry::DeepseekV3 => Some(of_shared(is_nvfp4)),
+                Geometry::Qwen3 => None,
+            },
+        }
     }
 
     /// Shrinks the routing groups to what the number of experts allows: groups divide the experts and hold two at

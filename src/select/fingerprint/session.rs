@@ -38,6 +38,21 @@ pub struct BuildFacts<'a> {
     pub profile: &'a str,
 }
 
+impl Fields {
+    /// Of an environment what must match.
+    pub(super) fn add_environment(&mut self, environment: &Environment) {
+        for library in Library::ALL.into_iter().filter(|library| library.must_match()) {
+            self.add(format!("versions.{}", library.name()), Value::text(environment.libraries.get(library)));
+        }
+        if let Fact::Present(gpu) = &environment.gpu {
+            self.add("versions.compute_capability", Value::text(gpu.compute_capability));
+        }
+        for (name, value) in environment.variables.iter().filter(|(name, _)| must_match(name)) {
+            self.add(format!("variables.{name}"), value.as_str());
+        }
+    }
+}
+
 /// Collects what must be equal on all ranks, in any order.
 #[derive(Debug, Clone)]
 pub struct SessionBuilder {
@@ -62,16 +77,7 @@ impl SessionBuilder {
 
     /// Of this rank's environment what must match: versions that change numbers, the GPU's machine code, variables.
     pub fn environment(&mut self, environment: &Environment) -> &mut Self {
-        for library in Library::ALL.into_iter().filter(|library| library.must_match()) {
-            let version = environment.libraries.get(library);
-            self.version(library.name(), version);
-        }
-        if let Fact::Present(gpu) = &environment.gpu {
-            self.fields.add("versions.compute_capability", Value::text(gpu.compute_capability));
-        }
-        for (name, value) in environment.variables.iter().filter(|(name, _)| must_match(name)) {
-            self.fields.add(format!("variables.{name}"), value.as_str());
-        }
+        self.fields.add_environment(environment);
         self
     }
 

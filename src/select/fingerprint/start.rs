@@ -1,5 +1,6 @@
 //! The first thing that ranks compare: what they were asked for, before anything is decided from it.
 
+use super::super::environment::Environment;
 use super::{BuildFacts, Fields, Fingerprint, FingerprintError, Kind};
 
 /// Collects what ranks were asked for, in any order.
@@ -26,6 +27,12 @@ impl StartBuilder {
     /// Something that the command line asks for beside the deployment.
     pub fn asked(&mut self, option: &str, value: &str) -> &mut Self {
         self.fields.add(format!("asked.{option}"), value);
+        self
+    }
+
+    /// Of this rank's environment what must match.
+    pub fn environment(&mut self, environment: &Environment) -> &mut Self {
+        self.fields.add_environment(environment);
         self
     }
 

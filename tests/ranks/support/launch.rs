@@ -29,8 +29,20 @@ pub struct Job {
     program: PathBuf,
     args: Vec<OsString>,
     env: Vec<(String, String)>,
+    of_rank: Vec<(usize, Change)>,
     limit: Duration,
     watch_memory: bool,
+}
+
+/// What is different on one rank.
+#[derive(Debug, Clone)]
+enum Change {
+    /// A variable that reaches this rank alone.
+    Env(String, String),
+    /// A word of the command line that is another one here.
+    Word(OsString, OsString),
+    /// A word that follows the others.
+    Added(OsString),
 }
 
 /// What a job left.
@@ -60,6 +72,7 @@ pub fn alone() -> Job {
         program: env!("CARGO_BIN_EXE_lockstep").into(),
         args: Vec::new(),
         env: vec![("LOCKSTEP_THREADS".into(), "1".into())],
+        of_rank: Vec::new(),
         limit: SUCCESS_LIMIT,
         watch_memory: false,
     }
@@ -83,6 +96,24 @@ impl Job {
         self
     }
 
+    /// Sets a variable on one rank, as where `mpirun` did not pass it on.
+    pub fn env_of(mut self, rank: usize, name: &str, value: &str) -> Self {
+        self.of_rank.push((rank, Change::Env(name.into(), value.into())));
+        self
+    }
+
+    /// Replaces a word of the command line on one rank.
+    pub fn word_of(mut self, rank: usize, word: impl Into<OsString>, other: impl Into<OsString>) -> Self {
+        self.of_rank.push((rank, Change::Word(word.into(), other.into())));
+        self
+    }
+
+    /// Adds a word to the command line of one rank.
+    pub fn arg_of(mut self, rank: usize, arg: impl Into<OsString>) -> Self {
+        self.of_rank.push((rank, Change::Added(arg.into())));
+        self
+    }
+
     pub fn limit(mut self, limit: Duration) -> Self {
         self.limit = limit;
         self
@@ -101,11 +132,46 @@ impl Job {
 
     fn command_line(&self) -> Vec<OsString> {
         let mut line: Vec<OsString> = Vec::new();
+        if let Some(ranks) = self.ranks
+            && !self.of_rank.is_empty()
+        {
+            line.extend(["mpirun".into(), "--oversubscribe".into()]);
+            for rank in 0..ranks {
+                line.extend((rank > 0).then(|| ":".into()));
+                line.extend(self.app_of(rank));
+            }
+            return line;
+        }
         if let Some(ranks) = self.ranks {
             line.extend(["mpirun".into(), "--oversubscribe".into(), "-n".into(), ranks.to_string().into()]);
         }
         line.push(self.program.clone().into());
         line.extend(self.args.iter().cloned());
+        line
+    }
+
+    /// One rank's part of a line of many programs.
+    fn app_of(&self, rank: usize) -> Vec<OsString> {
+        let mut line: Vec<OsString> = vec!["-n".into(), "1".into(), "env".into()];
+        let changes = || self.of_rank.iter().filter(|(of, _)| *of == rank).map(|(_, change)| change);
+        for change in changes() {
+            if let Change::Env(name, value) = change {
+                line.push(format!("{name}={value}").into());
+            }
+        }
+        let start = line.len();
+        line.push(self.program.clone().into());
+        line.extend(self.args.iter().cloned());
+        for change in changes() {
+            match change {
+                Change::Env(..) => {}
+                Change::Word(word, other) => {
+                    let found = line[start..].iter_mut().find(|known| *known == word);
+                    *found.unwrap_or_else(|| panic!("no {} to replace", word.display())) = other.clone();
+                }
+                Change::Added(arg) => line.push(arg.clone()),
+            }
+        }
         line
     }
 

@@ -1,0 +1,283 @@
+//! `lockstep resolve`: what ranks that are only described would run, and why; starts no MPI and reads no weights.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::failure::Failure;
+use super::logging::LogSettings;
+use super::options::{DeploymentArgs, LogArgs, read_text};
+use super::output;
+use super::values::LayerChoice;
+use crate::checkpoint::{Checkpoint, CheckpointError};
+use crate::config::{ConfigError, Deployment};
+use crate::env::EnvVars;
+use crate::exit::{Classify, Exit};
+use crate::ids::LayerIdx;
+use crate::layer::plan::{self, Asked};
+use crate::layer::{LayerError, Part};
+use crate::model::ModelError;
+use crate::sample::{Geometry, SampleSpec};
+use crate::select::environment::EnvironmentError;
+use crate::select::fingerprint::FingerprintError;
+use crate::select::registry::Registry;
+use crate::select::{
+    DeploymentFacts, Digest, Environment, Fingerprint, Problem, SelectError, Selection, decide, resolve,
+};
+
+/// Says which implementation every layer would run, which others could, and why the rest refuse; needs no launcher.
+#[derive(Debug, Clone, Args)]
+pub struct ResolveArgs {
+    /// A checkpoint's directory, of which headers are read alone; or a geometry: kimi-k3, deepseek-v3, qwen3-235b.
+    #[arg(long, value_name = "DIR|GEOMETRY")]
+    pub model: String,
+    /// A description of ranks, as `lockstep doctor --json` prints it; several are joined in this order. Without one,
+    /// nothing is known of the deployment's ranks.
+    #[arg(long, value_name = "FILE")]
+    pub environment: Vec<PathBuf>,
+    /// Layers to ask about: `all`, or a list as in 1,2.
+    #[arg(long, value_name = "all|N,N,...", default_value = "all")]
+    pub layers: LayerChoice,
+    /// What overrides the deployment.
+    #[command(flatten)]
+    pub deployment: DeploymentArgs,
+    /// Prints one JSON object instead of text.
+    #[arg(long, help_heading = "Printing")]
+    pub json: bool,
+    /// Logs and progress.
+    #[command(flatten)]
+    pub log: LogArgs,
+}
+
+/// Why nothing could be resolved.
+#[derive(Debug, thiserror::Error)]
+pub enum ResolveCommandError {
+    /// The deployment.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Neither a directory nor a geometry.
+    #[error(
+        "--model {model} is neither a directory nor a geometry; give a checkpoint's directory or one of {}",
+        geometries()
+    )]
+    Model {
+        /// What was given.
+        model: String,
+    },
+    /// The checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A geometry's own config.
+    #[error(transparent)]
+    Geometry(#[from] ModelError),
+    /// A layer that can't do what is asked.
+    #[error(transparent)]
+    Layer(Box<LayerError>),
+    /// A layer that is not there.
+    #[error("a geometry stands for all of a model's MoE layers in {layer}; leave --layers out")]
+    GeometryLayers {
+        /// The one layer.
+        layer: LayerIdx,
+    },
+    /// No selection.
+    #[error(transparent)]
+    Select(#[from] SelectError),
+    /// An environment file that can't be read.
+    #[error("cannot read the environment file {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        #[source]
+        source: std::io::Error,
+    },
+    /// An environment file that describes no ranks.
+    #[error("{}", path.display())]
+    Environment {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: EnvironmentError,
+    },
+    /// A bug.
+    #[error(transparent)]
+    Fingerprint(#[from] FingerprintError),
+}
+
+impl From<LayerError> for ResolveCommandError {
+    fn from(error: LayerError) -> Self {
+        Self::Layer(Box::new(error))
+    }
+}
+
+impl Classify for ResolveCommandError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Config(error) => error.exit(),
+            Self::Checkpoint(error) => error.exit(),
+            Self::Geometry(error) => error.exit(),
+            Self::Layer(error) => error.exit(),
+            Self::Select(error) => error.exit(),
+            Self::Environment { source, .. } => source.exit(),
+            Self::Fingerprint(error) => error.exit(),
+            Self::Model { .. } | Self::GeometryLayers { .. } | Self::Read { .. } => Exit::BadInput,
+        }
+    }
+}
+
+fn geometries() -> String {
+    Geometry::value_variants().iter().map(|geometry| geometry.name()).collect::<Vec<_>>().join(", ")
+}
+
+/// What would run, and the digest that a run on such ranks reports.
+#[derive(Debug, Serialize)]
+pub struct Resolved {
+    /// The digest of the selection and everything it follows from.
+    pub digest: Digest,
+    /// Layers that the checkpoint keeps unquantised although the deployment asks for quantised activations.
+    pub kept_unquantised: Vec<u32>,
+    /// Every layer with winner, other eligible ones and refusals.
+    #[serde(flatten)]
+    pub selection: Selection,
+    /// Everything that the digest is of.
+    #[serde(skip)]
+    pub fingerprint: Fingerprint,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// If model, deployment or environments are refused, or nothing that was asked for serves some layer.
+pub fn command(args: &ResolveArgs, env: &EnvVars) -> Result<Exit, Failure> {
+    let effective = args.deployment.effective(env).map_err(ResolveCommandError::from)?;
+    LogSettings::new(args.log, env, &effective).start()?;
+    for warning in &effective.warnings {
+        tracing::warn!("{warning}");
+    }
+    let resolved = resolved(args, &effective.deployment)?;
+    if args.json {
+        output::json(&resolved)?;
+        return Ok(Exit::Fine);
+    }
+    output::line(&resolved.selection)?;
+    for layer in &resolved.kept_unquantised {
+        output::line(format!(
+            "layer {layer} is kept unquantised by the checkpoint, whatever moe.activations asks for"
+        ))?;
+    }
+    for line in resolved.fingerprint.listing().lines() {
+        tracing::debug!("{line}");
+    }
+    output::line(format!("selection {}", resolved.digest))?;
+    Ok(Exit::Fine)
+}
+
+/// What `args` ask about.
+///
+/// # Errors
+/// As [`command`].
+pub fn resolved(args: &ResolveArgs, deployment: &Deployment) -> Result<Resolved, ResolveCommandError> {
+    let (problems, kept_unquantised) = problems(args, deployment)?;
+    let (facts, environments) = ranks(args, deployment)?;
+    let registry = Registry::builtin();
+    let selection = resolve(&problems, &facts, &environments, &registry).map_err(SelectError::from)?;
+    let fingerprint = selection.fingerprint(&facts, &environments, &registry)?;
+    Ok(Resolved { digest: fingerprint.digest(), kept_unquantised, selection, fingerprint })
+}
+
+/// What every layer asks of an implementation, and which are kept unquantised against the deployment.
+fn problems(args: &ResolveArgs, deployment: &Deployment) -> Result<(Vec<Problem>, Vec<u32>), ResolveCommandError> {
+    let path = PathBuf::from(&args.model);
+    if !path.is_dir() {
+        let geometry = Geometry::from_str(&args.model, true)
+            .map_err(|_| ResolveCommandError::Model { model: args.model.clone() })?;
+        return Ok((vec![of_geometry(&SampleSpec::of(geometry), args, deployment)?], Vec::new()));
+    }
+    let checkpoint = Checkpoint::open(&path)?;
+    let layers = match &args.layers {
+        LayerChoice::All => None,
+        LayerChoice::List(layers) => Some(layers.as_slice()),
+    };
+    let plans = plan::plan(&checkpoint, &Asked { layers, deployment, input_is_bf16: true, part: Part::Block })?;
+    let kept = plans.iter().filter(|plan| plan.decision.kept_unquantised).map(|plan| plan.problem.layer.0).collect();
+    Ok((plans.into_iter().map(|plan| plan.problem).collect(), kept))
+}
+
+fn of_geometry(spec: &SampleSpec, args: &ResolveArgs, deployment: &Deployment) -> Result<Problem, ResolveCommandError> {
+    let facts = spec.layer_facts();
+    if args.layers != LayerChoice::All && args.layers != LayerChoice::List(vec![facts.layer]) {
+        return Err(ResolveCommandError::GeometryLayers { layer: facts.layer });
+    }
+    let geometry = spec.model()?.geometry;
+    let decision = decide(&facts, &geometry, deployment, true)?;
+    Ok(Problem::new(&facts, &decision, &geometry))
+}
+
+/// The world that the environment files describe; without any, the deployment's, of which nothing else is known.
+fn ranks(
+    args: &ResolveArgs,
+    deployment: &Deployment,
+) -> Result<(DeploymentFacts, Vec<Environment>), ResolveCommandError> {
+    if args.environment.is_empty() {
+        let facts = DeploymentFacts::declared(deployment).map_err(SelectError::from)?;
+        let environments = vec![Environment::default(); facts.num_ranks()];
+        return Ok((facts, environments));
+    }
+    let mut environments = Vec::new();
+    for path in &args.environment {
+        let text = read_text(path).map_err(|source| ResolveCommandError::Read { path: path.clone(), source })?;
+        let ranks = Environment::list_from_json(&text)
+            .map_err(|source| ResolveCommandError::Environment { path: path.clone(), source })?;
+        environments.extend(ranks);
+    }
+    let facts = DeploymentFacts::described(deployment, &environments).map_err(SelectError::from)?;
+    Ok((facts, environments))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(model: &str) -> ResolveArgs {
+        ResolveArgs {
+            model: model.to_owned(),
+            environment: Vec::new(),
+            layers: LayerChoice::All,
+            deployment: DeploymentArgs::default(),
+            json: false,
+            log: LogArgs::default(),
+        }
+    }
+
+    #[test]
+    fn every_geometry_resolves_without_anything_known() {
+        for geometry in Geometry::value_variants() {
+            let resolved = resolved(&args(geometry.name()), &Deployment::default()).expect("resolves");
+            assert_eq!(resolved.selection.techniques(), ["simd"], "{}", geometry.name());
+        }
+    }
+
+    #[test]
+    fn a_geometry_asks_for_what_its_sample_asks_for() {
+        for geometry in Geometry::value_variants() {
+            let mut spec = SampleSpec::of(*geometry);
+            (spec.hidden, spec.intermediate, spec.num_experts, spec.num_topk) = (64, 32, 8, 2);
+            spec.latent = spec.latent.map(|_| 32);
+            spec.fit_groups();
+            let dir = tempfile::tempdir().expect("a directory");
+            spec.clone().plan().expect("a plan").write(dir.path(), &|_| {}).expect("written");
+            let of_dir = problems(&args(&dir.path().display().to_string()), &Deployment::default()).expect("planned").0;
+            let of_spec = of_geometry(&spec, &args(""), &Deployment::default()).expect("planned");
+            assert_eq!(of_dir, [of_spec], "{}", geometry.name());
+        }
+    }
+
+    #[test]
+    fn what_is_neither_directory_nor_geometry_is_refused() {
+        let error = resolved(&args("kimi-k9"), &Deployment::default()).expect_err("no such thing");
+        assert_eq!(error.exit(), Exit::BadInput);
+        assert!(error.to_string().contains("kimi-k3, deepseek-v3, qwen3-235b"), "{error}");
+    }
+}
