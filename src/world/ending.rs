@@ -41,9 +41,15 @@ pub fn install_panic_hook(speak: fn(&str)) {
     }));
 }
 
-pub(super) fn last_words(message: &str) {
+/// Says why this process ends the job.
+pub(super) fn last_words(cause: &str) {
+    speak(&format!("lockstep: error: {cause}"));
+}
+
+/// Says something while the process ends.
+pub(super) fn speak(message: &str) {
     match SPEAK.get() {
-        Some(speak) => speak(&format!("lockstep: error: {message}")),
+        Some(speak) => speak(message),
         None => tracing::error!("{message}"),
     }
 }
