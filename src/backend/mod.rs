@@ -92,7 +92,8 @@ pub trait ExpertsBuilder: Send {
 pub trait Linear: Send + Sync {
     /// `out[r, n] = sum over k of x[r, k] * w[n, k]` in fp32, one order over k whatever the number of rows.
     ///
-    /// `x` is `[num_rows, in_features]`, `out` `[num_rows, out_features]`. An NVFP4 weight's global scale multiplies the sums.
+    /// `x` is `[num_rows, in_features]`, `out` `[num_rows, out_features]`. An NVFP4 weight's global scale
+    /// multiplies the sums.
     ///
     /// # Panics
     /// If the lengths do not fit, which is a bug of the caller.

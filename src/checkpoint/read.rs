@@ -169,29 +169,25 @@ impl Reader<'_> {
         let [gate, up, down] = entries;
         let ((gate, gate_scales), (up, up_scales), (down, down_scales)) =
             (self.projection(gate, owner)?, self.projection(up, owner)?, self.projection(down, owner)?);
-        if let (Some(gate), Some(up), Some(down)) = (gate_scales, up_scales, down_scales) {
-            self.note(entries, [gate, up, down], scales);
-        }
+        self.note(entries, [gate_scales, up_scales, down_scales], scales);
         Ok(ExpertTensors { gate, up, down })
     }
 
-    /// Adds an expert's scales to those of its layer.
+    /// Adds an expert's scales to those of its layer. Projections without a summary have no scales, or faulty ones.
     pub(crate) fn note(
         &self,
         entries: &[ProjectionEntries; 3],
-        summaries: [ProjectionScales; 3],
+        summaries: [Option<ProjectionScales>; 3],
         scales: &mut LayerScales,
     ) {
-        let [gate, up, _] = &summaries;
-        let differ = gate.global.largest.to_bits() != up.global.largest.to_bits();
-        let mut expert = LayerScales {
-            num_pairs: 1,
-            num_pairs_differing: u64::from(differ),
-            projections: summaries,
-            ..LayerScales::default()
-        };
-        for (projection, summary) in entries.iter().zip(&summaries) {
-            let Some(scales) = projection.scales else { continue };
+        let mut expert = LayerScales::default();
+        if let [Some(gate), Some(up), _] = &summaries {
+            expert.num_pairs = 1;
+            expert.num_pairs_differing = u64::from(gate.global.largest.to_bits() != up.global.largest.to_bits());
+        }
+        expert.projections = summaries.map(Option::unwrap_or_default);
+        for (projection, summary) in entries.iter().zip(summaries) {
+            let (Some(scales), Some(summary)) = (projection.scales, summary) else { continue };
             expert.note_implausible(&self.table.entry(scales.global).name, summary.global.largest);
             if let Some(input) = scales.input {
                 expert.note_implausible(&self.table.entry(input).name, summary.input.largest);

@@ -198,9 +198,7 @@ fn scan_expert(
             Err(fault) => return (scales, vec![fault]),
         }
     }
-    if let [Some(gate), Some(up), Some(down)] = summaries {
-        reader.note(entries, [gate, up, down], &mut scales);
-    }
+    reader.note(entries, summaries, &mut scales);
     let noted = if let Faults::Collect(noted) = faults { noted } else { Vec::new() };
     (scales, noted)
 }

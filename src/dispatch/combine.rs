@@ -147,6 +147,29 @@ mod tests {
         assert_eq!(out, [0.0]);
     }
 
+    /// Added in this order they give 1, the second having vanished; backwards, or with the ones first, they give 0.
+    const ONE_IN_ORDER: [f32; 4] = [33_554_432.0, 1.0, -33_554_432.0, 1.0];
+
+    #[test]
+    fn case_h1_owners_add_in_slot_order() {
+        let slots = [2, 0, 3, 1];
+        let mut rows = [0.0; 4];
+        slots.iter().zip(ONE_IN_ORDER).for_each(|(&expert, value)| rows[expert] = value);
+        let plan = ComputePlan::new(4, 4, &slots.map(|expert| i32::try_from(expert).unwrap()));
+        assert_eq!(return_sums(&rows, &plan, &[1.0; 4], FORM), 1f32.to_le_bytes());
+    }
+
+    #[test]
+    fn case_h1_homes_add_in_rank_order() {
+        let placement = Placement::new(4, 4);
+        let slots = Slots { num_topk: 4, idx: &[2, 0, 3, 1], weights: &[1.0; 4] };
+        let plan = DispatchPlan::new(placement, slots);
+        let returned = ONE_IN_ORDER.map(f32::to_le_bytes);
+        let mut out = [0.0];
+        add_sums(&returned.each_ref().map(|bytes| &bytes[..]), &plan, FORM, &mut out);
+        assert_eq!(out, [1.0]);
+    }
+
     #[test]
     fn both_modes_add_every_slot_once() {
         let idx = [2, 0, -1, 3, 1, 1];

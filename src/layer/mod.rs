@@ -10,12 +10,12 @@ mod stats;
 
 use std::path::PathBuf;
 
-use crate::backend::{BackendError, ExpertBatch, Experts};
+use crate::backend::{BackendError, ExpertBatch, Experts, ForwardStats};
 use crate::checkpoint::CheckpointError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
 use crate::dispatch::host::{HostTransport, StepTag, exchange_sizes};
 use crate::dispatch::layout::PayloadForm;
-use crate::dispatch::plan::Slots;
+use crate::dispatch::plan::{ComputePlan, Slots};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::{Action, Injected, Stage};
 use crate::ids::LayerIdx;
@@ -238,7 +238,8 @@ impl MoeLayer {
                 .dispatch(|| self.transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens));
             stats.count_dispatch(&handle);
             world.fault(Stage::Experts)?;
-            let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute));
+            let poison = world.has_fault(Stage::Experts, &Action::Poison);
+            let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, poison));
             let (rows, forward, fc1_input) = rows;
             stats.count_forward(forward, fc1_input);
             world.fault(Stage::Combine)?;
@@ -253,8 +254,9 @@ impl MoeLayer {
     fn compute(
         &self,
         tokens: &mut [f32],
-        plan: &crate::dispatch::plan::ComputePlan,
-    ) -> (Vec<f32>, crate::backend::ForwardStats, nvfp4::QuantCounts) {
+        plan: &ComputePlan,
+        poison: bool,
+    ) -> (Vec<f32>, ForwardStats, nvfp4::QuantCounts) {
         let hidden = self.geometry.expert_hidden;
         let mut fc1_input = nvfp4::QuantCounts::default();
         let travelled_quantised = matches!(self.transport.payload, PayloadForm::Nvfp4 { .. });
@@ -269,7 +271,9 @@ impl MoeLayer {
             row_token: &plan.row_token,
             expert_offsets: &plan.expert_offsets,
         };
-        let mut rows = vec![0f32; plan.num_rows() * hidden];
+        // A poisoned buffer shows whether every value is written: all bits set is a NaN.
+        let stale = if poison { f32::from_bits(u32::MAX) } else { 0.0 };
+        let mut rows = vec![stale; plan.num_rows() * hidden];
         let stats = self.experts.forward(&batch, &mut rows);
         (rows, stats, fc1_input)
     }

@@ -23,16 +23,21 @@ pub struct Refusal {
 }
 
 impl fmt::Display for Refusal {
+    /// The cause, and which ranks it holds on: `no such layer (on all 4 ranks)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.num_ranks {
-            1 => write!(f, "cannot go on"),
-            n if self.num_failed == n => write!(f, "all {n} ranks refuse"),
-            n => write!(f, "{} of {n} refuses, so none starts", self.speaker),
-        }?;
-        if !self.differing.is_empty() {
-            write!(f, " (other causes on {}; see them with -v)", Ranks(&self.differing))?;
+        match &self.cause {
+            Some(cause) => write!(f, "{cause}")?,
+            None => write!(f, "{} refused", self.speaker)?,
         }
-        Ok(())
+        match self.num_ranks {
+            1 => {}
+            n if self.num_failed == n => write!(f, " (on all {n} ranks)")?,
+            n => write!(f, " ({} of {n})", self.speaker)?,
+        }
+        if self.differing.is_empty() {
+            return Ok(());
+        }
+        write!(f, "; other causes on {}, see them with -v", Ranks(&self.differing))
     }
 }
 
@@ -48,7 +53,7 @@ impl fmt::Display for Ranks<'_> {
 
 impl Error for Refusal {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.cause.as_deref().map(|cause| cause as &(dyn Error + 'static))
+        self.cause.as_ref().and_then(|cause| cause.source())
     }
 }
 
@@ -172,4 +177,54 @@ fn chain(error: &dyn Error) -> String {
         next = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("no such layer")]
+    struct NoLayer;
+
+    impl Classify for NoLayer {
+        fn exit(&self) -> Exit {
+            Exit::BadInput
+        }
+    }
+
+    fn records(codes: &[(Exit, u64)]) -> Vec<Record> {
+        codes.iter().map(|&(exit, message_digest)| Record { exit, message_digest }).collect()
+    }
+
+    #[test]
+    fn nothing_is_refused_where_all_succeed() {
+        assert!(judge(&records(&[(Exit::Fine, 0); 3])).is_none());
+    }
+
+    #[test]
+    fn the_lowest_failing_rank_speaks_and_lends_its_code() {
+        let refusal = judge(&records(&[(Exit::Fine, 0), (Exit::BadInput, 7), (Exit::Environment, 7)])).unwrap();
+        assert_eq!((refusal.exit(), refusal.speaker), (Exit::BadInput, Rank(1)));
+        let spoken = Refusal { cause: Some(Box::new(NoLayer)), ..refusal };
+        assert_eq!(spoken.to_string(), "no such layer (rank 1 of 3)");
+        assert_eq!(spoken.known(), Known::Everywhere { speaks: true });
+    }
+
+    #[test]
+    fn one_message_stands_for_all_and_others_are_named() {
+        let said = |codes: &[(Exit, u64)]| {
+            Refusal { cause: Some(Box::new(NoLayer)), ..judge(&records(codes)).unwrap() }.to_string()
+        };
+        assert_eq!(said(&[(Exit::BadInput, 7)]), "no such layer");
+        assert_eq!(said(&[(Exit::BadInput, 7); 2]), "no such layer (on all 2 ranks)");
+        let differing = said(&[(Exit::BadInput, 7), (Exit::BadInput, 8), (Exit::BadInput, 9)]);
+        assert_eq!(differing, "no such layer (on all 3 ranks); other causes on ranks 1, 2, see them with -v");
+    }
+
+    #[test]
+    fn a_rank_that_does_not_speak_says_nothing() {
+        let silent = judge(&records(&[(Exit::BadInput, 7), (Exit::BadInput, 7)])).unwrap();
+        assert_eq!(silent.known(), Known::Everywhere { speaks: false });
+    }
 }

@@ -41,9 +41,15 @@ pub fn install_panic_hook(speak: fn(&str)) {
     }));
 }
 
-pub(super) fn last_words(message: &str) {
+/// Says why this process ends the job.
+pub(super) fn last_words(cause: &str) {
+    speak(&format!("lockstep: error: {cause}"));
+}
+
+/// Says something while the process ends.
+pub(super) fn speak(message: &str) {
     match SPEAK.get() {
-        Some(speak) => speak(&format!("lockstep: error: {message}")),
+        Some(speak) => speak(message),
         None => tracing::error!("{message}"),
     }
 }
@@ -60,27 +66,23 @@ pub fn abort_job(exit: Exit) -> ! {
 const GRACE: Duration = Duration::from_millis(500);
 
 impl World {
-    /// Says who is missing in the `wait`-th wait and ends the job. The lowest rank that waits speaks for all of them.
-    pub(super) fn abort_after_limit(&self, operation: &str, wait: u64) -> ! {
+    /// Says who is missing and ends the job. The lowest rank that waits speaks for all of them.
+    pub(super) fn abort_after_limit(&self, operation: &str) -> ! {
         std::thread::sleep(GRACE);
-        let Attendance { waiting, missing } = self.roll.call(&self.comm, wait);
-        if waiting.first() == Some(&self.rank) {
-            let Phase { name, limit } = self.phase.get();
-            last_words(&format!(
-                "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
-                 If the work is only slow, raise timeouts.{name}_s",
-                if missing.is_empty() {
-                    "all ranks are here, but their messages have".to_owned()
-                } else {
-                    had(&missing)
-                },
-                limit.as_secs(),
-                Ranks(&waiting),
-                if waiting.len() == 1 { "s" } else { "" },
-            ));
-        } else {
-            std::thread::sleep(2 * GRACE);
+        let Attendance { waiting, missing } = self.roll.call(&self.comm);
+        if waiting.first() != Some(&self.rank) {
+            // Its limit may pass a little later. If this rank is still there then, nobody has spoken.
+            std::thread::sleep(4 * GRACE);
         }
+        let Phase { name, limit } = self.phase.get();
+        last_words(&format!(
+            "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
+             If the work is only slow, raise timeouts.{name}_s",
+            if missing.is_empty() { "all ranks are here, but their messages have".to_owned() } else { had(&missing) },
+            limit.as_secs(),
+            Ranks(&waiting),
+            if waiting.len() == 1 { "s" } else { "" },
+        ));
         abort_job(Exit::PeerFailed)
     }
 }

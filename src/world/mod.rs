@@ -100,8 +100,6 @@ pub struct World {
     /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
     round_bytes: usize,
     exchanged: RefCell<Exchanged>,
-    /// Counts this rank's waits. Ranks make the same calls in the same order, so equal numbers are the same call.
-    waits: Cell<u64>,
     roll: Roll,
     faults: Faults,
 }
@@ -149,7 +147,6 @@ impl World {
             phase: Cell::new(Phase { name: "start", limit: start }),
             round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
-            waits: Cell::new(0),
             roll: Roll::new(size),
             faults,
         };
@@ -299,13 +296,16 @@ impl World {
         mut request: mpi::request::Request<'a, D, S>,
     ) {
         let Phase { limit, .. } = self.phase.get();
-        let wait = self.waits.get() + 1;
-        self.waits.set(wait);
         let begin = Instant::now();
         let mut announced = false;
         for poll in 0u32.. {
             match request.test() {
-                Ok(_) => return,
+                Ok(_) => {
+                    if announced {
+                        self.roll.announce(&self.comm, false);
+                    }
+                    return;
+                }
                 Err(pending) => request = pending,
             }
             // A peer that shares the core can only come if this rank gives way; the clock is read now and then.
@@ -318,11 +318,11 @@ impl World {
             let waited = begin.elapsed();
             if !announced && waited > Roll::notice_after(limit) {
                 announced = true;
-                self.roll.announce(&self.comm, wait);
+                self.roll.announce(&self.comm, true);
             }
             if waited > limit {
                 // The request can't be taken back: peers may still write into its buffer, so the job ends here.
-                self.abort_after_limit(operation, wait);
+                self.abort_after_limit(operation);
             }
         }
     }

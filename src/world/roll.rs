@@ -1,8 +1,9 @@
 //! Who is missing when a wait takes too long.
 //!
-//! A collective does not say which rank has not come. So a rank that has waited a while sends every other a notice with
-//! the number of its wait; when the limit passes, whoever sent no notice of this wait is missing. Steps that go well
-//! send nothing.
+//! A collective does not say which rank has not come. So a rank that has waited a while tells every other, and tells them
+//! again when the wait is over; when a limit passes, whoever is not waiting is missing. It need not be the same wait:
+//! where a collective has nothing to exchange with the missing rank, it may let a rank through to the next one. Steps
+//! that go well send nothing.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -17,9 +18,9 @@ use crate::ids::Rank;
 /// Collectives have a context of their own, so that one tag keeps notices apart from everything.
 const NOTICE_TAG: i32 = 0x10c5;
 
-/// The number of the newest wait that each rank has announced.
+/// Which ranks have said that they wait, and have not said that it is over.
 pub(super) struct Roll {
-    announced: RefCell<Vec<u64>>,
+    waiting: RefCell<Vec<bool>>,
 }
 
 /// Who waits and who does not, once a limit has passed.
@@ -33,7 +34,7 @@ pub(super) struct Attendance {
 
 impl Roll {
     pub fn new(size: usize) -> Self {
-        Self { announced: RefCell::new(vec![0; size]) }
+        Self { waiting: RefCell::new(vec![false; size]) }
     }
 
     /// How long a rank waits before it tells the others: well before the limit.
@@ -41,33 +42,34 @@ impl Roll {
         (limit / 4).min(Duration::from_secs(1))
     }
 
-    /// Tells every other rank that this one is in its `wait`-th wait. Never blocks.
-    pub fn announce(&self, comm: &SimpleCommunicator, wait: u64) {
+    /// Tells every other rank that this one waits, or no longer does. Never blocks.
+    pub fn announce(&self, comm: &SimpleCommunicator, waits: bool) {
         for rank in (0..comm.size()).filter(|&rank| rank != comm.rank()) {
             // A peer that is gone would never complete the send. The word is leaked, so that MPI may keep it, and the
-            // request is forgotten: at most one word a peer for each wait that takes long.
-            let word: &'static [u64; 1] = Box::leak(Box::new([wait]));
+            // request is forgotten: two words a peer for each wait that takes long.
+            let word: &'static [u8; 1] = Box::leak(Box::new([u8::from(waits)]));
             let request = comm.process_at_rank(rank).immediate_send_with_tag(StaticScope, &word[..], NOTICE_TAG);
             std::mem::forget(request);
         }
     }
 
-    /// Who is in the `wait`-th wait, by the notices that have come.
-    pub fn call(&self, comm: &SimpleCommunicator, wait: u64) -> Attendance {
-        let mut announced = self.announced.borrow_mut();
+    /// Who waits, by the notices that have come. A rank's notices arrive in the order in which it sent them.
+    pub fn call(&self, comm: &SimpleCommunicator) -> Attendance {
+        let mut waiting = self.waiting.borrow_mut();
         while let Some((message, _)) = comm.any_process().immediate_matched_probe_with_tag(NOTICE_TAG) {
-            let (theirs, status) = message.matched_receive::<u64>();
-            if let Some(newest) = usize::try_from(status.source_rank()).ok().and_then(|rank| announced.get_mut(rank)) {
-                *newest = theirs.max(*newest);
+            let (waits, status) = message.matched_receive::<u8>();
+            let sender = usize::try_from(status.source_rank()).ok();
+            if let Some(waiting) = sender.and_then(|rank| waiting.get_mut(rank)) {
+                *waiting = waits == 1;
             }
         }
-        attendance(&announced, usize::try_from(comm.rank()).unwrap_or_default(), wait)
+        attendance(&waiting, usize::try_from(comm.rank()).unwrap_or_default())
     }
 }
 
-fn attendance(announced: &[u64], mine: usize, wait: u64) -> Attendance {
-    let ranks = || announced.iter().enumerate().map(|(rank, &newest)| (rank, rank == mine || newest >= wait));
-    let of = |here: bool| ranks().filter(|(_, came)| *came == here).map(|(rank, _)| Rank::from_index(rank)).collect();
+fn attendance(waiting: &[bool], mine: usize) -> Attendance {
+    let ranks = || waiting.iter().enumerate().map(|(rank, &waits)| (rank, rank == mine || waits));
+    let of = |here: bool| ranks().filter(|(_, waits)| *waits == here).map(|(rank, _)| Rank::from_index(rank)).collect();
     Attendance { waiting: of(true), missing: of(false) }
 }
 
@@ -76,8 +78,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_has_not_announced_this_wait_is_missing() {
-        let attendance = attendance(&[7, 3, 0, 9], 2, 7);
+    fn whoever_does_not_wait_is_missing() {
+        let attendance = attendance(&[true, false, false, true], 2);
         assert_eq!(attendance.waiting, [Rank(0), Rank(2), Rank(3)]);
         assert_eq!(attendance.missing, [Rank(1)]);
     }

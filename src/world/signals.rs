@@ -34,7 +34,8 @@ fn end(signal: i32, clean_up: fn()) {
         std::thread::sleep(OTHERS_WAIT);
     }
     let name = if signal == SIGINT { "Ctrl-C (SIGINT)" } else { "SIGTERM" };
-    ending::last_words(&format!("{rank} ends on {name}; nothing is left half-written"));
+    // No error of its own: a launcher also sends SIGTERM to those that remain when one rank has failed and said why.
+    ending::speak(&format!("lockstep: {rank} ends on {name}; nothing is left half-written"));
     // Not `process::exit`: that would run the MPI library's exit handlers while the main thread is inside it.
     signal_hook::low_level::exit(128 + signal);
 }

@@ -148,3 +148,18 @@ fn combine_rank_is_fixed_for_a_placement() {
     let bytes = |done: &Done| done.report.by_rank("dispatch_bytes_sent").iter().sum::<u64>();
     assert!(bytes(&first) < bytes(&slot), "combine rank is there to send less");
 }
+
+#[test]
+fn poisoned_workspaces_change_nothing() {
+    let work = Work::new();
+    let fixture = fixtures::named("modelopt-dsv3-mixed");
+    let base = Run::new(&work, &fixtures::checkpoint("modelopt-dsv3-mixed"), &tokens(&fixture))
+        .option("part", "block")
+        .without("activation")
+        .ranks(2);
+    for backend in BACKENDS {
+        let run = base.clone().backend(backend);
+        let poisoned = run.clone().env("LOCKSTEP_FAULT", "*:experts:poison").succeed();
+        assert_same_file(&poisoned, &run.succeed(), backend);
+    }
+}

@@ -80,7 +80,8 @@ fn inspect_finds_c2_c5_d4() {
         (expert_tensor(0, 1, "down_proj", "input_scale"), |c, name| *c.tensor(name) = Tensor::scalar(-1.0)),
         (expert_tensor(0, 1, "up_proj", "weight_scale_2"), |c, name| *c.tensor(name) = Tensor::scalar(3584.0)),
         (expert_tensor(0, 2, "gate_proj", "weight"), |c, name| c.tensor(name).shape.reverse()),
-        (expert_tensor(0, 2, "up_proj", "weight_scale"), |c, name| c.tensor(name).bytes[77] = 0x7F),
+        // Beside an expert of faulty layout, whose scales are not read: nobody knows where they begin.
+        (expert_tensor(0, 1, "gate_proj", "weight_scale"), |c, name| c.tensor(name).bytes[77] = 0x7F),
         (expert_tensor(0, 3, "up_proj", "weight"), |c, name| c.tensor(name).dtype = Dtype::F8E4M3),
     ];
     let work = Work::new();

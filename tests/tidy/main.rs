@@ -86,7 +86,12 @@ fn test_module_paths(source: &Source) -> Vec<String> {
         Some((dir, "mod" | "lib" | "main")) => dir,
         _ => stem,
     };
-    source.test_modules.iter().map(|name| format!("{dir}/{name}")).collect()
+    let beside = source.path.rsplit_once('/').map_or("", |(dir, _)| dir);
+    let lies_at = |name: &String| match name.strip_suffix(".rs") {
+        Some(file) => format!("{beside}/{file}"),
+        None => format!("{dir}/{name}"),
+    };
+    source.test_modules.iter().map(lies_at).collect()
 }
 
 #[track_caller]
@@ -141,4 +146,6 @@ fn test_modules_are_found_where_they_lie() {
     ] {
         assert_eq!(test_module_paths(&Source::new(path, "#[cfg(test)]\nmod tests;\n")), [wanted]);
     }
+    let by_path = "#[cfg(test)]\n#[path = \"inspect_tests.rs\"]\nmod tests;\n";
+    assert_eq!(test_module_paths(&Source::new("src/cli/inspect.rs", by_path)), ["src/cli/inspect_tests"]);
 }

@@ -9,14 +9,14 @@ pub struct Source {
     pub text: String,
     /// Rust code alone: comments, the contents of strings and items under `#[cfg(test)]` are spaces.
     pub code: String,
-    /// Modules declared as `#[cfg(test)] mod name;`: their files are test code.
+    /// Modules declared as `#[cfg(test)] mod name;`, or the files that their `#[path]` names: they are test code.
     pub test_modules: Vec<String>,
 }
 
 impl Source {
     pub fn new(path: &str, text: &str) -> Self {
         let mut code = blank_comments_and_strings(text);
-        let test_modules = blank_test_items(&mut code);
+        let test_modules = blank_test_items(text, &mut code);
         Self { path: path.into(), text: text.into(), code: String::from_utf8_lossy(&code).into_owned(), test_modules }
     }
 
@@ -131,7 +131,7 @@ fn char_len(rest: &str) -> Option<usize> {
 }
 
 /// Blanks what stands under `#[cfg(test)]`, and names the modules that it declares without a body.
-fn blank_test_items(code: &mut [u8]) -> Vec<String> {
+fn blank_test_items(whole: &str, code: &mut [u8]) -> Vec<String> {
     let mut modules = Vec::new();
     let text = String::from_utf8_lossy(code).into_owned();
     let mut from = 0;
@@ -149,7 +149,9 @@ fn blank_test_items(code: &mut [u8]) -> Vec<String> {
             && let Some(name) = item.trim_end_matches(';').rsplit("mod ").next()
             && item.contains("mod ")
         {
-            modules.push(name.trim().to_string());
+            // Strings are blank in the code by now.
+            let path = whole[attribute_end..end].split_once("#[path = \"").and_then(|(_, rest)| rest.split('"').next());
+            modules.push(path.unwrap_or(name.trim()).to_string());
         }
         blank(code, start..end);
         from = end;
@@ -208,6 +210,8 @@ mod tests {
 
     #[test]
     fn test_items_are_blank_and_test_files_are_named() {
+        let by_path = Source::new("src/x.rs", "#[cfg(test)]\n#[path = \"x_tests.rs\"]\nmod tests;\n");
+        assert_eq!(by_path.test_modules, ["x_tests.rs"]);
         let text = "a;\n#[cfg(test)]\n#[path = \"x\"]\nmod tests { fn f() { g([1; 2]) } }\n#[cfg(test)]\nmod far;\n\
                     #[cfg(all(test, unix))]\nuse b::c;\n#[cfg(not(test))]\nfn d() {}\n#[cfg(unix)]\nfn e() {}";
         let source = Source::new("src/x.rs", text);

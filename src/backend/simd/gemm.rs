@@ -5,7 +5,8 @@ use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks};
 /// Panels that are computed together: gate and up of 32 values, or 64 outputs.
 pub(super) const MAX_PANELS: usize = 4;
 
-/// Blocks of k whose weights are decoded at once for many rows: a panel's 256 k are 16 KiB, half of a first-level cache.
+/// Blocks of k whose weights are decoded at once for many rows: a panel's 256 k are 16 KiB, half of a first-level
+/// cache.
 const CHUNK_BLOCKS: usize = 16;
 
 /// For few rows decoding weighs more, so that all panels' chunks should stay in the first-level cache.

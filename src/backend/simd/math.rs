@@ -15,7 +15,8 @@ pub(super) const LN_2_LOW: f32 = 1.428_606_8e-6;
 pub(super) const ROUNDER: f32 = 12_582_912.0;
 /// exp of it, times any f32, is below 1e-35; powers of two of half its exponent are normal.
 pub(super) const SMALLEST_EXPONENT: f32 = -170.0;
-/// exp(r) = 1 + r + r^2 * q(r) for |r| <= ln(2) / 2, relative error 3.1e-9 before rounding; q's coefficients, high first.
+/// exp(r) = 1 + r + r^2 * q(r) for |r| <= ln(2) / 2, relative error 3.1e-9 before rounding; q's coefficients, high
+/// first.
 pub(super) const EXP: [f32; 5] = [0.001_381_453_9, 0.008_368_745, 0.041_668_39, 0.166_665_21, 0.499_999_94];
 /// Up to here tanh is its odd polynomial.
 pub(super) const TANH_SMALL: f32 = 0.625;

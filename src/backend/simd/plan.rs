@@ -100,7 +100,8 @@ mod tests {
                     prop_assert_eq!(unit.first_row, next_row);
                     next_row += unit.num_rows;
                     let expert = offsets[unit.expert]..offsets[unit.expert + 1];
-                    prop_assert!(expert.start <= unit.first_row && next_row <= expert.end, "{:?} of {:?}", unit, expert);
+                    prop_assert!(expert.start <= unit.first_row, "{:?} of {:?}", unit, expert);
+                    prop_assert!(next_row <= expert.end, "{:?} of {:?}", unit, expert);
                 }
             }
             prop_assert_eq!(next_row, offsets[counts.len()]);

@@ -19,8 +19,8 @@ pub(super) use each_pair;
 
 /// The products of [`super::kernels::Kernels`] as free functions with the given attribute.
 ///
-/// `fused` lists how many rows are multiplied from registers, and by how many panels at a time: as many as keep the sums
-/// in registers. `tile` is the panels and rows of a register tile, and the smaller tiles that finish a unit.
+/// `fused` lists how many rows are multiplied from registers, and by how many panels at a time: as many as keep the
+/// sums in registers. `tile` is the panels and rows of a register tile, and the smaller tiles that finish a unit.
 macro_rules! product_kernels {
     (
         $(#[$attribute:meta])?
@@ -160,7 +160,7 @@ macro_rules! product_kernels {
         $(#[$attribute])?
         fn multiply(panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]) {
             let num_rows = rows.num_rows();
-            // Tiles of even height: a last tile of one or two rows would have too few sums to hide the latency of an fma.
+            // Tiles of even height: a last one of one or two rows would have too few sums to hide an fma's latency.
             let num_tiles = num_rows.div_ceil($max_tile_rows);
             for (panels, acc) in panels.chunks($tile_panels).zip(acc.chunks_mut($tile_panels * num_rows)) {
                 for tile in 0..num_tiles {

@@ -1,4 +1,4 @@
-//! Buffers between gathering, FC1 and FC2, kept by the backend so that layers share them and no call pays for fresh pages.
+//! Buffers between gathering, FC1 and FC2, kept by the backend: layers share them, and no call pays for fresh pages.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -202,6 +202,21 @@ fn a_scale_that_rounds_to_448_is_not_saturated() {
     }
 }
 
+/// Values a rounding away from a tie, computed outside this project: every other order of the same operations (dividing by
+/// the input scale, or by its product with the block scale) falls on the other side.
+#[test]
+fn ties_follow_the_order_of_the_reciprocals() {
+    let mut x = [0.0; BLOCK];
+    x[0] = f32::from_bits(0x388d_b6db);
+    let (_, scales, _) = quantise(&x, 1.0 / 2688.0);
+    assert_eq!(scales, [16], "(max / 6) * (1 / input_scale)");
+
+    x[0] = f32::from_bits(0x3b09_2493);
+    x[1] = f32::from_bits(0x3a64_924b);
+    let (packed, scales, _) = quantise(&x, 3.0 / 2688.0);
+    assert_eq!((scales[0], packed[0]), (42, 0x47), "x * ((1 / input_scale) / scale)");
+}
+
 #[test]
 fn nan_poisons_its_block_and_no_other() {
     let mut x = [1.0; 3 * BLOCK];

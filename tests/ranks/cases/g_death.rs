@@ -64,7 +64,6 @@ fn g5_a_rank_fails() {
 }
 
 #[test]
-#[ignore = "nothing strikes at stage write yet; run it by name once `run` does"]
 fn g5_the_writer_fails() {
     faulty("0:write:error").fails_clearly(3, &["rank 0", "write"]);
 }
@@ -94,7 +93,6 @@ fn g5_a_rank_is_stuck() {
 
 /// A rank that is in another step is an error of that step, on all ranks, and never wrong numbers.
 #[test]
-#[ignore = "nothing acts on drift yet; run it by name once the size exchange does"]
 fn g5_a_rank_drifts() {
     let outcome = faulty("2:dispatch:drift");
     outcome.fails_clearly(4, &["rank 2", "step"]);

@@ -218,7 +218,11 @@ impl Job {
         let (status, peak_rss_bytes) = self.wait(child, &mark, start);
         let elapsed = start.elapsed();
         let left_over = if status.is_some() { wait_until_gone(&mark) } else { marked_processes(&mark) };
-        kill(&left_over);
+        if !left_over.is_empty() {
+            kill(&left_over);
+            // Also what was being started meanwhile.
+            kill(&wait_until_gone(&mark));
+        }
         let (stdout, stderr) = (stdout.join().expect("the reader ends"), stderr.join().expect("the reader ends"));
         let printed = format!("--- stdout\n{stdout}\n--- stderr\n{stderr}");
         let Some(status) = status else {
