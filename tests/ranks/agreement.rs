@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::support::fixtures;
 use crate::support::launch::{FAILURE_LIMIT, Job, alone, mpirun};
-use crate::support::made::S;
+use crate::support::made::{Choice, S};
 use crate::support::report::Report;
 use crate::support::run::Work;
 use crate::support::safetensors;
@@ -38,7 +38,7 @@ impl Set {
     fn of_fixture() -> Self {
         let layer = &fixtures::named(FIXTURE).layers[0];
         let work = Work::new();
-        let input = layer.tensor("x");
+        let input = format!("{}:{}", layer.file.display(), layer.tensor("x"));
         Self::of(work, fixtures::checkpoint(FIXTURE), input.into())
     }
 
@@ -152,7 +152,9 @@ fn e5_a_backend_that_is_not_there_is_never_replaced() {
 #[test]
 fn e5_auto_says_its_choice_and_why_once() {
     let set = Set::new();
-    let outcome = set.run(3).run().expect_code(0);
+    // Every expert has a token, so that every rank computes.
+    let choice = set.work.tensors("choice", &Choice::single((0..8).map(|token| token % 4)).tensors());
+    let outcome = set.run(3).args(["--topk".into(), choice]).run().expect_code(0);
     assert_eq!(outcome.stderr.matches("preferred by backend auto").count(), 1, "{}", outcome.printed());
     let report = Report::read(&set.report);
     assert_eq!(report.at("/decided/layers/0/why"), "preferred by backend auto");
