@@ -151,8 +151,8 @@ fn every_planted_scale_is_found_in_one_run() {
     );
     let implausible = expert(6, "gate_proj.weight_scale_2");
     assert!(report.warnings.iter().any(|w| w.contains(&implausible) && w.contains("3584")), "{:?}", report.warnings);
-    // The experts without a fault were summed all the same.
-    assert_eq!((report.layers[1].num_pairs, report.layers[0].num_pairs), (5, 8));
+    // Gate and up of expert 4 have no fault: they are compared as those of the experts without any.
+    assert_eq!((report.layers[1].num_pairs, report.layers[0].num_pairs), (6, 8));
     assert!(report.to_string().contains("4 problems"), "{report}");
 }
 
