@@ -38,6 +38,16 @@ fn help_of_verify() {
 }
 
 #[test]
+fn help_of_resolve() {
+    insta::assert_snapshot!(help::<resolve::ResolveArgs>("resolve"));
+}
+
+#[test]
+fn help_of_doctor() {
+    insta::assert_snapshot!(help::<doctor::DoctorArgs>("doctor"));
+}
+
+#[test]
 fn help_of_sample() {
     insta::assert_snapshot!(help::<sample::SampleArgs>("sample"));
 }

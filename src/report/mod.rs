@@ -394,6 +394,53 @@ fn agreed(decided: &Decided) -> String {
 mod tests {
     use super::*;
 
+    /// A run of layer 3, agreed to be `simd` with bf16 experts beside, in which rank 0 launched these.
+    fn report(launched: &[&str]) -> RunReport {
+        let decided = serde_json::json!({
+            "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
+            "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
+            "dispatch_bytes_sent": 0, "layers": [], "phases": [],
+            "launches": launched.iter().map(|identity| serde_json::json!({
+                "layer": 3, "part": "routed", "identity": identity, "rows": 1, "calls": 1,
+            })).collect::<Vec<_>>(),
+        });
+        let rank: RankReport = serde_json::from_value(decided).expect("a rank's report");
+        let layer = DecidedLayer {
+            layer: 3,
+            quant: "nvfp4".to_owned(),
+            activation: "swiglu".to_owned(),
+            payload: "bf16".to_owned(),
+            combine: "slot".to_owned(),
+            combine_dtype: "f32".to_owned(),
+            identities: ["nvfp4", "none"].map(|quant| format!("lockstep.simd.grouped_gemm.{quant}")).to_vec(),
+            why: "preferred by backend auto".to_owned(),
+        };
+        let decided = Decided {
+            deployment: "laptop".to_owned(),
+            num_ranks: 1,
+            technique: "simd".to_owned(),
+            isa: "scalar".to_owned(),
+            selection: "0".repeat(64),
+            session: "1".repeat(64),
+            part: "block".to_owned(),
+            has_latent: false,
+            buffers: BufferPlan::default(),
+            layers: vec![layer],
+        };
+        RunReport::join(decided, vec![rank], StepReport::new(vec![1.0]))
+    }
+
+    #[test]
+    fn a_run_of_another_implementation_than_agreed_fails() {
+        let agreed = ["lockstep.simd.grouped_gemm.nvfp4", "lockstep.simd.grouped_gemm.none"];
+        assert_eq!(report(&agreed).exit(), Exit::Fine);
+        for other in ["lockstep.reference.grouped_gemm.nvfp4", "lockstep.simd.grouped_gemm.w4a16_nvfp4"] {
+            let report = report(&[agreed[0], other]);
+            assert_eq!(report.exit(), Exit::Disagreement, "{other}");
+            assert!(report.to_string().contains(&format!("rank 0 ran {other} in layer 3")), "{report}");
+        }
+    }
+
     #[test]
     fn quantiles_of_steps() {
         let report = StepReport::new((0..100).rev().map(f64::from).collect());
