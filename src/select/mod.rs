@@ -1,6 +1,6 @@
 //! What runs a layer: from problem, deployment and environments to one selection, the same on every rank.
 //!
-//! Pure: decides from plain data, touches nothing. Start at [`resolve`]. What an implementation can do is written once, in
+//! Pure: decides from plain data, touches nothing. Start at [`resolve()`]. What an implementation can do is written once, in
 //! the [`registry`]'s descriptors; gates, messages, fingerprints and tests ask there.
 
 mod candidate;
