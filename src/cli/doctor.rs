@@ -18,7 +18,7 @@ use crate::exit::Exit;
 use crate::facts;
 use crate::host;
 use crate::ids::Rank;
-use crate::layer::agreement::{self, AgreementError};
+use crate::layer::agreement;
 use crate::report::new_table;
 use crate::select::fingerprint::FieldDifference;
 use crate::select::{Environment, RankSet};
@@ -54,9 +54,7 @@ pub fn command(args: &DoctorArgs, env: &EnvVars) -> Result<Exit, Failure> {
         world.agree(world.expect_size(nodes, ranks_per_node, env.launched_size()))?;
         let mine = world.agree(examine(world, env, (&effective, args.isa)))?;
         let environments = world.agree(agreement::gather_environments(world, &mine))?;
-        let asked = world.agree(fingerprint(&effective, &mine, &Vec::new()).map_err(AgreementError::from))?;
-        let all = world.all_gather_bytes(&asked.encode());
-        let must_match = world.agree(agreement::differences(&all))?;
+        let must_match = agreement::compare(world, fingerprint(&effective, &mine, &Vec::new()))?;
         let may_differ = world.agree(agreement::harmless_differences(&environments))?;
         let shown = match (world.is_root(), args.json) {
             (false, _) => Ok(()),

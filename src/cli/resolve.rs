@@ -1,5 +1,6 @@
 //! `lockstep resolve`: what ranks that are only described would run, and why; starts no MPI and reads no weights.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
@@ -156,34 +157,42 @@ pub fn command(args: &ResolveArgs, env: &EnvVars) -> Result<Exit, Failure> {
     for warning in &effective.warnings {
         tracing::warn!("{warning}");
     }
-    let resolved = resolved(args, &effective.deployment)?;
+    let resolved = resolved(args, &effective.deployment, &Registry::builtin())?;
     if args.json {
         output::json(&resolved)?;
         return Ok(Exit::Fine);
     }
-    output::line(&resolved.selection)?;
-    for layer in &resolved.kept_unquantised {
-        output::line(format!(
-            "layer {layer} is kept unquantised by the checkpoint, whatever moe.activations asks for"
-        ))?;
-    }
+    output::line(&resolved)?;
     for line in resolved.fingerprint.listing().lines() {
         tracing::debug!("{line}");
     }
-    output::line(format!("selection {}", resolved.digest))?;
     Ok(Exit::Fine)
 }
 
-/// What `args` ask about.
+impl fmt::Display for Resolved {
+    /// Every kind of layer with winner, others and refusals, and the digest of it all.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.selection)?;
+        for layer in &self.kept_unquantised {
+            writeln!(f, "layer {layer} is kept unquantised by the checkpoint, whatever moe.activations asks for")?;
+        }
+        write!(f, "selection {}", self.digest)
+    }
+}
+
+/// What `args` ask about, with the implementations of `registry`.
 ///
 /// # Errors
 /// As [`command`].
-pub fn resolved(args: &ResolveArgs, deployment: &Deployment) -> Result<Resolved, ResolveCommandError> {
+pub fn resolved(
+    args: &ResolveArgs,
+    deployment: &Deployment,
+    registry: &Registry,
+) -> Result<Resolved, ResolveCommandError> {
     let (problems, kept_unquantised) = problems(args, deployment)?;
     let (facts, environments) = ranks(args, deployment)?;
-    let registry = Registry::builtin();
-    let selection = resolve(&problems, &facts, &environments, &registry).map_err(SelectError::from)?;
-    let fingerprint = selection.fingerprint(&facts, &environments, &registry)?;
+    let selection = resolve(&problems, &facts, &environments, registry).map_err(SelectError::from)?;
+    let fingerprint = selection.fingerprint(&facts, &environments, registry)?;
     Ok(Resolved { digest: fingerprint.digest(), kept_unquantised, selection, fingerprint })
 }
 
@@ -237,47 +246,4 @@ fn ranks(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn args(model: &str) -> ResolveArgs {
-        ResolveArgs {
-            model: model.to_owned(),
-            environment: Vec::new(),
-            layers: LayerChoice::All,
-            deployment: DeploymentArgs::default(),
-            json: false,
-            log: LogArgs::default(),
-        }
-    }
-
-    #[test]
-    fn every_geometry_resolves_without_anything_known() {
-        for geometry in Geometry::value_variants() {
-            let resolved = resolved(&args(geometry.name()), &Deployment::default()).expect("resolves");
-            assert_eq!(resolved.selection.techniques(), ["simd"], "{}", geometry.name());
-        }
-    }
-
-    #[test]
-    fn a_geometry_asks_for_what_its_sample_asks_for() {
-        for geometry in Geometry::value_variants() {
-            let mut spec = SampleSpec::of(*geometry);
-            (spec.hidden, spec.intermediate, spec.num_experts, spec.num_topk) = (64, 32, 8, 2);
-            spec.latent = spec.latent.map(|_| 32);
-            spec.fit_groups();
-            let dir = tempfile::tempdir().expect("a directory");
-            spec.clone().plan().expect("a plan").write(dir.path(), &|_| {}).expect("written");
-            let of_dir = problems(&args(&dir.path().display().to_string()), &Deployment::default()).expect("planned").0;
-            let of_spec = of_geometry(&spec, &args(""), &Deployment::default()).expect("planned");
-            assert_eq!(of_dir, [of_spec], "{}", geometry.name());
-        }
-    }
-
-    #[test]
-    fn what_is_neither_directory_nor_geometry_is_refused() {
-        let error = resolved(&args("kimi-k9"), &Deployment::default()).expect_err("no such thing");
-        assert_eq!(error.exit(), Exit::BadInput);
-        assert!(error.to_string().contains("kimi-k3, deepseek-v3, qwen3-235b"), "{error}");
-    }
-}
+mod tests;

@@ -260,3 +260,6 @@ fn leave(world: World, ended: Result<Exit, Failure>) -> Result<Exit, Failure> {
         },
     }
 }
+
+#[cfg(test)]
+mod tests;

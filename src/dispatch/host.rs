@@ -10,7 +10,7 @@ use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
 use crate::exit::{Classify, Exit};
 use crate::ids::{LayerIdx, Rank};
 use crate::numerics::nvfp4::QuantCounts;
-use crate::world::{Parts, World};
+use crate::world::{Group, Parts, World};
 
 /// Errors of a step's exchange, equal on all ranks.
 #[derive(Debug, thiserror::Error)]
@@ -59,17 +59,17 @@ impl fmt::Display for StepTag {
     }
 }
 
-/// Learns every rank's token count and cuts the step into chunks; collective.
+/// Learns every rank's token count and cuts the step into chunks; collective. The tag rides along: one exchange, not two.
 ///
 /// # Errors
 /// If ranks are at different steps or a count is over the capacity: on all ranks alike.
 pub fn exchange_sizes(
-    world: &World,
+    group: &impl Group,
     tag: StepTag,
     num_tokens: usize,
     capacity: Capacity,
 ) -> Result<Chunks, DispatchError> {
-    let records = world.all_gather_u64([u64::from(tag.layer.0), tag.step, tag.num_topk as u64, num_tokens as u64]);
+    let records = group.all_gather_u64([u64::from(tag.layer.0), tag.step, tag.num_topk as u64, num_tokens as u64]);
     let as_usize = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
     let tag_of = |record: &[u64; 4]| StepTag {
         layer: LayerIdx::from_index(as_usize(record[0])),
@@ -261,4 +261,39 @@ fn runs<'a>(mut bytes: &'a [u8], counts: &[usize]) -> Vec<&'a [u8]> {
             run
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::world::Traffic;
+    use crate::world::simulated::simulate;
+
+    const CAPACITY: Capacity = Capacity { num_max_tokens_per_rank: 64, chunk_tokens: None };
+
+    fn tag(step: u64) -> StepTag {
+        StepTag { layer: LayerIdx(3), step, num_topk: 8 }
+    }
+
+    /// What tells ranks apart in a step costs no message of its own: 32 bytes in the exchange of sizes.
+    #[test]
+    fn the_tag_rides_with_the_sizes() {
+        for (chunks, traffic) in simulate(256, |rank| exchange_sizes(rank, tag(7), rank.rank().index() % 65, CAPACITY))
+        {
+            assert!(chunks.is_ok(), "{chunks:?}");
+            assert_eq!(traffic, Traffic::all_gather(256, 32));
+        }
+    }
+
+    #[test]
+    fn drift_of_one_rank_is_an_error_of_that_step_on_all() {
+        let tag_of = |rank: usize| tag(if rank == 200 { 8 } else { 7 });
+        for (ended, traffic) in simulate(256, |rank| exchange_sizes(rank, tag_of(rank.rank().index()), 1, CAPACITY)) {
+            let error = ended.expect_err("rank 200 is a step ahead");
+            insta::allow_duplicates! {
+                insta::assert_snapshot!(error.to_string(), @"rank 200 is at layer 3, step 8, top-8, while rank 0 is at layer 3, step 7, top-8: every rank must call the same layers in the same order with the same top-k");
+            }
+            assert_eq!((error.exit(), traffic.collectives), (Exit::Disagreement, 1));
+        }
+    }
 }

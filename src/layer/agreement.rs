@@ -4,8 +4,8 @@ use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 use crate::select::environment::EnvironmentError;
 use crate::select::fingerprint::{DecodeError, FieldDifference, FingerprintError, Information, diff};
-use crate::select::{Environment, Fingerprint, Selection};
-use crate::world::{Compared, Refusal, Sheet, World};
+use crate::select::{Environment, Fingerprint, RankSet, Selection};
+use crate::world::{Brought, Compared, Group, Refusal, Sheet};
 
 /// More differences than this are counted and not shown: the first ones are what the others follow from.
 const MAX_SHOWN: usize = 16;
@@ -24,10 +24,10 @@ pub enum AgreementError {
         differences: Vec<FieldDifference>,
     },
     /// A rank's bytes are none of this build's.
-    #[error("what {rank} is and was asked for can't be compared with the other ranks'")]
+    #[error("what {ranks} brought can't be compared with what the others did")]
     Fields {
-        /// The rank.
-        rank: Rank,
+        /// The ranks.
+        ranks: RankSet,
         /// What is wrong.
         #[source]
         source: DecodeError,
@@ -78,52 +78,65 @@ pub struct Topic {
 /// # Errors
 /// The same on all ranks: if fingerprints differ, or some rank has none.
 pub fn agree_on(
-    world: &World,
+    group: &impl Group,
     Topic { about, cure }: Topic,
     local: Result<Fingerprint, FingerprintError>,
 ) -> Result<Fingerprint, Refusal> {
-    let sheet = match &local {
-        Ok(fingerprint) => Ok(Sheet { digest: fingerprint.digest().0, encoded: fingerprint.encode() }),
-        Err(error) => Err(AgreementError::from(error.clone())),
-    };
-    let compared = world.compare(sheet)?;
-    match (compared, local) {
-        (Compared::Alike, Ok(fingerprint)) => Ok(fingerprint),
-        (Compared::Alike, Err(error)) => Err(world.refuse(error)),
-        (Compared::Differing(all), _) => match differences(&all) {
-            Ok(differences) => Err(world.refuse(AgreementError::Differ { about, cure, differences })),
-            Err(error) => Err(world.refuse(error)),
-        },
+    let differences = compare(group, local.clone())?;
+    match local {
+        Ok(fingerprint) if differences.is_empty() => Ok(fingerprint),
+        Ok(_) => Err(group.refuse(AgreementError::Differ { about, cure, differences })),
+        // A rank without a fingerprint has made `compare` fail.
+        Err(error) => Err(group.refuse(AgreementError::from(error))),
     }
 }
 
-/// Where the encoded fingerprints of ranks 0, 1, ... differ.
+/// Where fingerprints differ.
 ///
 /// # Errors
-/// If a rank's bytes are no fingerprint of this build.
-pub fn differences(all: &[Vec<u8>]) -> Result<Vec<FieldDifference>, AgreementError> {
-    let decode = |(idx, bytes): (usize, &Vec<u8>)| {
-        let rank = Rank::from_index(idx);
-        let fingerprint = Fingerprint::decode(bytes).map_err(|source| AgreementError::Fields { rank, source })?;
-        Ok((rank, fingerprint))
+/// If the bytes of some ranks are no fingerprint of this build.
+fn differences(all: &[Brought]) -> Result<Vec<FieldDifference>, AgreementError> {
+    let decode = |brought: &Brought| {
+        let of_ranks = |source| AgreementError::Fields { ranks: brought.ranks.iter().copied().collect(), source };
+        Fingerprint::decode(&brought.encoded).map_err(of_ranks)
     };
-    let fingerprints: Vec<(Rank, Fingerprint)> =
-        all.iter().enumerate().map(decode).collect::<Result<_, AgreementError>>()?;
-    Ok(diff(fingerprints.iter().map(|(rank, fingerprint)| (*rank, fingerprint))))
+    let fingerprints: Vec<Fingerprint> = all.iter().map(decode).collect::<Result<_, AgreementError>>()?;
+    let of_ranks = |(brought, fingerprint)| {
+        let Brought { ranks, .. }: &Brought = brought;
+        ranks.iter().map(move |rank| (*rank, fingerprint))
+    };
+    Ok(diff(all.iter().zip(&fingerprints).flat_map(of_ranks)))
+}
+
+/// Where the ranks differ, without ending any: nothing where they are alike; collective.
+///
+/// # Errors
+/// The same on all ranks: if some rank has no fingerprint, or brings what is none.
+pub fn compare(
+    group: &impl Group,
+    local: Result<Fingerprint, FingerprintError>,
+) -> Result<Vec<FieldDifference>, Refusal> {
+    let sheet = local
+        .map(|fingerprint| Sheet { digest: fingerprint.digest().0, encoded: fingerprint.encode() })
+        .map_err(AgreementError::from);
+    match group.compare(sheet)? {
+        Compared::Alike => Ok(Vec::new()),
+        Compared::Differing(brought) => differences(&brought).map_err(|error| group.refuse(error)),
+    }
 }
 
 /// The environments of all ranks, in rank order; collective.
 ///
 /// # Errors
 /// If a rank sends what is none: the same on all ranks.
-pub fn gather_environments(world: &World, mine: &Environment) -> Result<Vec<Environment>, AgreementError> {
+pub fn gather_environments(group: &impl Group, mine: &Environment) -> Result<Vec<Environment>, AgreementError> {
     let text = serde_json::to_vec(mine).unwrap_or_default();
     let read = |(idx, bytes): (usize, Vec<u8>)| {
         let mut read = Environment::list_from_json(&String::from_utf8_lossy(&bytes))
             .map_err(|source| AgreementError::Environment { rank: Rank::from_index(idx), source })?;
         Ok(read.swap_remove(0))
     };
-    world.all_gather_bytes(&text).into_iter().enumerate().map(read).collect()
+    group.all_gather_bytes(&text).into_iter().enumerate().map(read).collect()
 }
 
 /// Where ranks need not be alike and are not: of their environments, and worth saying once.
@@ -147,54 +160,15 @@ pub fn harmless_differences(environments: &[Environment]) -> Result<Vec<FieldDif
 ///
 /// # Errors
 /// The same on all ranks: if some rank has no trail to compare, a bug.
-pub fn compare_trails(world: &World, selection: &Selection) -> Result<(), Refusal> {
+pub fn compare_trails(group: &impl Group, selection: &Selection) -> Result<(), Refusal> {
     let mut information = Information::default();
     information.trail(selection);
-    let sheet = information
-        .finish()
-        .map(|trail| Sheet { digest: trail.digest().0, encoded: trail.encode() })
-        .map_err(AgreementError::from);
-    if let Compared::Differing(all) = world.compare(sheet)? {
-        match differences(&all) {
-            Ok(differences) if world.is_root() => {
-                tracing::warn!("the ranks chose alike for other reasons:{}", shown(&differences));
-            }
-            Ok(_) => {}
-            Err(error) => return Err(world.refuse(error)),
-        }
+    let differences = compare(group, information.finish())?;
+    if group.rank() == Rank(0) && !differences.is_empty() {
+        tracing::warn!("the ranks chose alike for other reasons:{}", shown(&differences));
     }
     Ok(())
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::select::fingerprint::{BuildFacts, StartBuilder};
-
-    fn start(chunk_tokens: &str) -> Vec<u8> {
-        let build = BuildFacts { version: "1", revision: "a", target: "t", profile: "release" };
-        let mut builder = StartBuilder::new(build);
-        builder.key("dispatch.chunk_tokens", chunk_tokens).asked("steps", "1");
-        builder.finish().expect("one value a path").encode()
-    }
-
-    #[test]
-    fn a_difference_names_field_values_and_ranks() {
-        let differences = differences(&[start("64"), start("64"), start("128")]).expect("decodes");
-        let error = AgreementError::Differ { about: "what they were asked for", cure: "Be alike.", differences };
-        assert_eq!(
-            error.to_string(),
-            "the ranks differ in what they were asked for:\n    \
-             dispatch.chunk_tokens: 64 on ranks 0-1, 128 on rank 2\n  Be alike."
-        );
-        assert_eq!(error.exit(), Exit::Disagreement);
-    }
-
-    #[test]
-    fn a_damaged_record_names_its_rank() {
-        let mut cut = start("64");
-        cut.pop();
-        let error = differences(&[start("64"), cut]).expect_err("cut");
-        assert!(error.to_string().contains("rank 1"), "{error}");
-    }
-}
+mod tests;

@@ -1,11 +1,14 @@
 //! What runs every layer, resolved from the joint facts of all ranks, and the fingerprints that they compare.
 
+use crate::config::Deployment;
 use crate::dispatch::combine::CombineMode;
 use crate::facts::{self, BUILD};
-use crate::select::fingerprint::SessionBuilder;
+use crate::select::fingerprint::{BuildFacts, SessionBuilder};
 use crate::select::registry::Registry;
-use crate::select::{DeploymentFacts, Fingerprint, LayerSelection, SelectError, Selection, resolve};
-use crate::world::World;
+use crate::select::{
+    DeploymentFacts, Environment, Fingerprint, LayerSelection, Problem, SelectError, Selection, resolve,
+};
+use crate::world::{Group, World};
 
 use super::agreement::{self, Topic};
 use super::plan::LayerPlan;
@@ -22,6 +25,37 @@ const SESSION: Topic = Topic {
     about: "what they have loaded",
     cure: "Give every rank the same build and checkpoint; a copy on one host may be stale.",
 };
+
+/// What a rank brings to the selection: the question, which is the same on all, and its own environment.
+#[derive(Clone, Copy)]
+pub(crate) struct Asks<'a> {
+    pub deployment: &'a Deployment,
+    pub environment: &'a Environment,
+    pub problems: &'a [Problem],
+    pub registry: &'a Registry,
+}
+
+/// What follows from the facts of all ranks; the same on all of them.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Jointly {
+    pub selection: Selection,
+    pub fingerprint: Fingerprint,
+    pub environments: Vec<Environment>,
+}
+
+/// Selects from the facts of all ranks; collective.
+///
+/// # Errors
+/// The same on all ranks: if nothing serves some layer on every rank.
+pub(crate) fn select_jointly(group: &impl Group, asks: Asks<'_>) -> Result<Jointly, LayerError> {
+    let Asks { deployment, environment, problems, registry } = asks;
+    let environments = group.agree(agreement::gather_environments(group, environment))?;
+    let nodes = group.nodes();
+    let facts = group.agree(DeploymentFacts::new(deployment, nodes).map_err(SelectError::from))?;
+    let selection = group.agree(resolve(problems, &facts, &environments, registry).map_err(SelectError::from))?;
+    let fingerprint = group.agree(selection.fingerprint(&facts, &environments, registry))?;
+    Ok(Jointly { selection, fingerprint, environments })
+}
 
 /// What all ranks have agreed to run.
 pub(super) struct Selected {
@@ -42,19 +76,11 @@ impl Selected {
         geometry: &MoeGeometry,
         plans: &[LayerPlan],
     ) -> Result<Self, LayerError> {
-        let environments = world.agree(agreement::gather_environments(world, &options.environment))?;
-        let nodes = world.nodes();
-        let deployment = world.agree(DeploymentFacts::new(&options.deployment, nodes).map_err(SelectError::from))?;
         let problems: Vec<_> = plans.iter().map(|plan| plan.problem.clone()).collect();
-        let registry = Registry::builtin();
-        let selection =
-            world.agree(resolve(&problems, &deployment, &environments, &registry).map_err(SelectError::from))?;
-        let fingerprint = world.agree(selection.fingerprint(&deployment, &environments, &registry))?;
-        let mut fields = SessionBuilder::new(&fingerprint);
-        fields.build(BUILD).environment(&options.environment);
-        add_options(&mut fields, options);
-        plans.iter().for_each(|plan| add_plan(&mut fields, geometry, plan));
-        add_layouts(&mut fields, &selection);
+        let SessionOptions { deployment, environment, .. } = options;
+        let asks = Asks { deployment, environment, problems: &problems, registry: &Registry::builtin() };
+        let Jointly { selection, fingerprint, environments } = select_jointly(world, asks)?;
+        let fields = must_match(BUILD, options, (geometry, plans), (&selection, &fingerprint));
         agreement::agree_on(world, PLAN, fields.clone().finish())?;
         agreement::compare_trails(world, &selection)?;
         if world.is_root() {
@@ -87,6 +113,21 @@ impl Selected {
         }
         Ok(fingerprint)
     }
+}
+
+/// Everything that has to be alike before weights are read.
+fn must_match(
+    build: BuildFacts<'_>,
+    options: &SessionOptions<'_>,
+    (geometry, plans): (&MoeGeometry, &[LayerPlan]),
+    (selection, fingerprint): (&Selection, &Fingerprint),
+) -> SessionBuilder {
+    let mut fields = SessionBuilder::new(fingerprint);
+    fields.build(build).environment(&options.environment);
+    add_options(&mut fields, options);
+    plans.iter().for_each(|plan| add_plan(&mut fields, geometry, plan));
+    add_layouts(&mut fields, selection);
+    fields
 }
 
 fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
@@ -152,7 +193,7 @@ fn say(selection: &Selection, fingerprint: &Fingerprint, plans: &[LayerPlan]) {
     }
 }
 
-fn warn_of_harmless_differences(environments: &[crate::select::Environment]) {
+fn warn_of_harmless_differences(environments: &[Environment]) {
     match agreement::harmless_differences(environments) {
         Ok(differences) if differences.is_empty() => {}
         Ok(differences) => {
@@ -167,3 +208,6 @@ fn warn_of_harmless_differences(environments: &[crate::select::Environment]) {
 pub(super) fn isa(selection: &Selection, technique: &str) -> crate::backend::Isa {
     selection.instruction_set(technique).map_or(crate::backend::Isa::Scalar, facts::isa)
 }
+
+#[cfg(test)]
+mod tests;

@@ -21,7 +21,7 @@ pub mod registry;
 mod request;
 mod resolve;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use candidate::Candidate;
 pub use decide::{LayerDecision, LayerFacts, SelectError, SharedFacts, TokenForm, decide};

@@ -3,9 +3,10 @@
 use std::error::Error;
 use std::fmt;
 
-use super::World;
+use super::group::Group;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::Rank;
+use crate::select::RankSet;
 
 /// A step that failed on some rank, as this rank knows it.
 #[derive(Debug)]
@@ -23,21 +24,28 @@ pub struct Refusal {
 }
 
 impl fmt::Display for Refusal {
-    /// The cause, and which ranks it holds on: `no such layer (on all 4 ranks)`.
+    /// The cause, and which ranks it holds on: `no such layer (on all 4 ranks)`. A cause of several lines names the ranks
+    /// that it is about itself: what has to be added stands on a line of its own, and where all have come to it, nothing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.cause {
-            Some(cause) => write!(f, "{cause}")?,
-            None => write!(f, "{} refused", self.speaker)?,
-        }
+        let cause = match &self.cause {
+            Some(cause) => cause.to_string(),
+            None => format!("{} refused", self.speaker),
+        };
+        let cause = cause.trim_end();
+        let is_long = cause.contains('\n');
+        f.write_str(cause)?;
         match self.num_ranks {
             1 => {}
+            n if self.num_failed == n && is_long => {}
             n if self.num_failed == n => write!(f, " (on all {n} ranks)")?,
+            n if is_long => write!(f, "\n  (on {} of {n})", self.speaker)?,
             n => write!(f, " ({} of {n})", self.speaker)?,
         }
         if self.differing.is_empty() {
             return Ok(());
         }
-        write!(f, "; other causes on {}, see them with -v", Ranks(&self.differing))
+        let separator = if is_long { "\n  " } else { "; " };
+        write!(f, "{separator}other causes on {}, see them with -v", Ranks(&self.differing))
     }
 }
 
@@ -46,8 +54,7 @@ pub(super) struct Ranks<'a>(pub &'a [Rank]);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names: Vec<String> = self.0.iter().map(|rank| rank.0.to_string()).collect();
-        write!(f, "rank{} {}", if names.len() == 1 { "" } else { "s" }, names.join(", "))
+        self.0.iter().copied().collect::<RankSet>().fmt(f)
     }
 }
 
@@ -91,53 +98,50 @@ impl Record {
     }
 }
 
-impl World {
-    /// Gives `local`'s value if every rank succeeded, else the same [`Refusal`] on all of them; collective.
-    ///
-    /// # Errors
-    /// If any rank's `local` is an error.
-    pub fn agree<T, E: Classify + Send + Sync + 'static>(&self, local: Result<T, E>) -> Result<T, Refusal> {
-        let records = self.all_gather_u64(Record::of(&local).words());
-        let records: Vec<Record> = records.into_iter().map(Record::from_words).collect();
-        self.settle(judge(&records), local)
-    }
+/// See [`Group::agree`].
+pub(super) fn agree<G: Group, T, E: Classify + Send + Sync + 'static>(
+    group: &G,
+    local: Result<T, E>,
+) -> Result<T, Refusal> {
+    let records = group.all_gather_u64(Record::of(&local).words());
+    let records: Vec<Record> = records.into_iter().map(Record::from_words).collect();
+    settle(group, judge(&records), local)
+}
 
-    /// This rank's value, or the verdict with its cause on the rank that speaks.
-    pub(super) fn settle<T, E: Classify + Send + Sync + 'static>(
-        &self,
-        verdict: Option<Refusal>,
-        local: Result<T, E>,
-    ) -> Result<T, Refusal> {
-        match (verdict, local) {
-            (None, Ok(value)) => Ok(value),
-            (Some(verdict), local) => {
-                let cause = local.err().and_then(|error| self.keep_if_speaker(error, verdict.speaker));
-                Err(Refusal { cause, num_ranks: self.size(), ..verdict })
-            }
-            (None, Err(error)) => unreachable!("a failed rank's record says so: {error}"),
+/// This rank's value, or the verdict with its cause on the rank that speaks.
+pub(super) fn settle<G: Group, T, E: Classify + Send + Sync + 'static>(
+    group: &G,
+    verdict: Option<Refusal>,
+    local: Result<T, E>,
+) -> Result<T, Refusal> {
+    match (verdict, local) {
+        (None, Ok(value)) => Ok(value),
+        (Some(verdict), local) => {
+            let cause = local.err().and_then(|error| keep_if_speaker(error, group.rank() == verdict.speaker));
+            Err(Refusal { cause, num_ranks: group.size(), ..verdict })
         }
+        (None, Err(error)) => unreachable!("a failed rank's record says so: {error}"),
     }
+}
 
-    /// The refusal of an error that every rank has come to, from numbers that all know; collective.
-    pub fn refuse<E: Classify + Send + Sync + 'static>(&self, error: E) -> Refusal {
-        match self.agree::<(), E>(Err(error)) {
-            Err(refusal) => refusal,
-            Ok(()) => unreachable!("this rank's own record is a failure"),
-        }
+/// See [`Group::refuse`].
+pub(super) fn refuse<G: Group, E: Classify + Send + Sync + 'static>(group: &G, error: E) -> Refusal {
+    match agree::<G, (), E>(group, Err(error)) {
+        Err(refusal) => refusal,
+        Ok(()) => unreachable!("this rank's own record is a failure"),
     }
+}
 
-    /// The error, if this rank is the one to print it; others only log it.
-    fn keep_if_speaker<E: Classify + Send + Sync + 'static>(
-        &self,
-        error: E,
-        speaker: Rank,
-    ) -> Option<Box<dyn Error + Send + Sync>> {
-        if self.rank() == speaker {
-            return Some(Box::new(error));
-        }
-        tracing::debug!("refuses too: {}", chain(&error));
-        None
+/// The error, if this rank is the one to print it; others only log it.
+fn keep_if_speaker<E: Classify + Send + Sync + 'static>(
+    error: E,
+    is_speaker: bool,
+) -> Option<Box<dyn Error + Send + Sync>> {
+    if is_speaker {
+        return Some(Box::new(error));
     }
+    tracing::debug!("refuses too: {}", chain(&error));
+    None
 }
 
 /// The refusal that the records of all ranks amount to, without its cause.
@@ -219,7 +223,7 @@ mod tests {
         assert_eq!(said(&[(Exit::BadInput, 7)]), "no such layer");
         assert_eq!(said(&[(Exit::BadInput, 7); 2]), "no such layer (on all 2 ranks)");
         let differing = said(&[(Exit::BadInput, 7), (Exit::BadInput, 8), (Exit::BadInput, 9)]);
-        assert_eq!(differing, "no such layer (on all 3 ranks); other causes on ranks 1, 2, see them with -v");
+        assert_eq!(differing, "no such layer (on all 3 ranks); other causes on ranks 1-2, see them with -v");
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! Exchanges of plain bytes and counts. MPI counts in i32: larger exchanges go in rounds that every rank counts alike.
 
 use mpi::datatype::{Partition, PartitionMut};
-use mpi::traits::CommunicatorCollectives;
+use mpi::traits::{Communicator, CommunicatorCollectives, Root};
 
 use super::World;
+use super::cost::Traffic;
+use super::group::{Group, Piece};
 use crate::ids::Rank;
 
 /// Bytes for every rank, one run a rank, in rank order.
@@ -28,39 +30,59 @@ pub fn num_rounds(max_run_bytes: usize, round_bytes: usize) -> usize {
     max_run_bytes.div_ceil(round_bytes.max(1))
 }
 
+impl Group for World {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn first_on_host(&self) -> Rank {
+        self.first_on_host
+    }
+
+    fn all_gather(&self, operation: &str, mine: &[u8]) -> Vec<u8> {
+        let mut all = vec![0u8; mine.len() * self.size];
+        // An empty slice is never handed over, see `exchange_round`. All are empty, so that nobody waits.
+        if !mine.is_empty() {
+            mpi::request::scope(|scope| {
+                let request = self.comm.immediate_all_gather_into(scope, mine, &mut all[..]);
+                self.wait(operation, request);
+            });
+            self.count(Traffic::all_gather(self.size as u64, mine.len() as u64));
+        }
+        all
+    }
+
+    fn broadcast(&self, root: Rank, bytes: &mut [u8]) {
+        if bytes.is_empty() {
+            return;
+        }
+        let len = bytes.len() as u64;
+        mpi::request::scope(|scope| {
+            let process = self.comm.process_at_rank(i32::try_from(root.0).unwrap_or_default());
+            let request = process.immediate_broadcast_into(scope, bytes);
+            self.wait("broadcast of a record", request);
+        });
+        self.count(Traffic::broadcast(len, root == self.rank));
+    }
+
+    fn round_bytes(&self) -> usize {
+        self.round_bytes
+    }
+}
+
 impl World {
     /// Every rank's `mine`, in rank order; collective.
     pub fn all_gather_u64<const N: usize>(&self, mine: [u64; N]) -> Vec<[u64; N]> {
-        let mut all = vec![0u64; N * self.size];
-        mpi::request::scope(|scope| {
-            let request = self.comm.immediate_all_gather_into(scope, &mine[..], &mut all[..]);
-            self.wait("all-gather", request);
-        });
-        all.chunks_exact(N).map(|chunk| chunk.try_into().unwrap_or([0; N])).collect()
+        Group::all_gather_u64(self, mine)
     }
 
-    /// Every rank's bytes, of whatever length, in rank order; collective.
-    ///
-    /// For records of some kilobytes: shorter ones are padded to the longest.
+    /// Every rank's bytes, of whatever length, in rank order; collective. See [`Group::all_gather_bytes`].
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Vec<Vec<u8>> {
-        let length = |[n]: [u64; 1]| usize::try_from(n).unwrap_or(usize::MAX);
-        let lengths: Vec<usize> = self.all_gather_u64([mine.len() as u64]).into_iter().map(length).collect();
-        let longest = lengths.iter().copied().max().unwrap_or_default();
-        let mut all: Vec<Vec<u8>> = lengths.iter().map(|&length| Vec::with_capacity(length)).collect();
-        for at in (0..longest).step_by(self.round_bytes) {
-            let piece = Piece { at, len: self.round_bytes.min(longest - at) };
-            let mut padded = piece.of(mine).to_vec();
-            padded.resize(piece.len, 0);
-            let mut arrived = vec![0u8; piece.len * self.size];
-            mpi::request::scope(|scope| {
-                let request = self.comm.immediate_all_gather_into(scope, &padded[..], &mut arrived[..]);
-                self.wait("all-gather of records", request);
-            });
-            for (whole, (run, &length)) in all.iter_mut().zip(arrived.chunks_exact(piece.len).zip(&lengths)) {
-                whole.extend_from_slice(&run[..piece.len_of(length)]);
-            }
-        }
-        all
+        Group::all_gather_bytes(self, mine)
     }
 
     /// Sends `to[r]` to rank `r` and returns what each rank sent here; collective.
@@ -71,6 +93,8 @@ impl World {
             let request = self.comm.immediate_all_to_all_into(scope, to, &mut from[..]);
             self.wait("all-to-all of sizes", request);
         });
+        let others = 8 * (self.size as u64 - 1);
+        self.count(Traffic { collectives: 1, brought_bytes: others, received_bytes: others });
         from
     }
 
@@ -153,6 +177,10 @@ impl World {
         });
     }
 
+    fn count(&self, traffic: Traffic) {
+        self.traffic.set(self.traffic.get() + traffic);
+    }
+
     fn count_exchange(&self, send_counts: &[usize], recv_counts: &[usize], rounds: usize) {
         let others = |counts: &[usize]| -> u64 {
             let of_peer = |(rank, &count): (usize, &usize)| {
@@ -160,28 +188,12 @@ impl World {
             };
             counts.iter().enumerate().map(of_peer).sum()
         };
+        let (brought_bytes, received_bytes, collectives) = (others(send_counts), others(recv_counts), rounds as u64);
+        self.count(Traffic { collectives, brought_bytes, received_bytes });
         let mut exchanged = self.exchanged.borrow_mut();
-        exchanged.sent_bytes += others(send_counts);
-        exchanged.received_bytes += others(recv_counts);
-        exchanged.rounds += rounds as u64;
-    }
-}
-
-/// A window of every run: bytes `at..at + len`.
-#[derive(Clone, Copy)]
-struct Piece {
-    at: usize,
-    len: usize,
-}
-
-impl Piece {
-    fn len_of(self, run: usize) -> usize {
-        run.saturating_sub(self.at).min(self.len)
-    }
-
-    fn of(self, run: &[u8]) -> &[u8] {
-        let at = self.at.min(run.len());
-        &run[at..at + self.len_of(run.len())]
+        exchanged.sent_bytes += brought_bytes;
+        exchanged.received_bytes += received_bytes;
+        exchanged.rounds += collectives;
     }
 }
 
@@ -220,12 +232,5 @@ mod tests {
         assert_eq!(num_rounds(8, 8), 1);
         assert_eq!(num_rounds(9, 8), 2);
         assert!(default_round_bytes(4096) * 4096 <= i32::MAX as usize);
-    }
-
-    #[test]
-    fn pieces_of_a_run_join_to_the_run() {
-        let run: Vec<u8> = (0..23).collect();
-        let joined: Vec<u8> = (0..4).flat_map(|round| Piece { at: round * 7, len: 7 }.of(&run).to_vec()).collect();
-        assert_eq!(joined, run);
     }
 }

@@ -5,10 +5,14 @@
 
 mod agree;
 mod compare;
+mod cost;
 mod ending;
 mod exchange;
+mod group;
 mod roll;
 mod signals;
+#[cfg(test)]
+pub(crate) mod simulated;
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
@@ -25,9 +29,11 @@ use crate::ids::Rank;
 use roll::Roll;
 
 pub use agree::Refusal;
-pub use compare::{Compared, Sheet};
+pub use compare::{Brought, Compared, Sheet};
+pub use cost::{OUTCOME_BYTES, RECORD_BYTES, Traffic};
 pub use ending::{abort_job, install_panic_hook};
 pub use exchange::{Parts, num_rounds};
+pub use group::Group;
 pub use signals::end_on_signals;
 
 /// Errors of the world itself.
@@ -100,6 +106,7 @@ pub struct World {
     /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
     round_bytes: usize,
     exchanged: RefCell<Exchanged>,
+    traffic: Cell<Traffic>,
     roll: Roll,
     faults: Faults,
 }
@@ -147,6 +154,7 @@ impl World {
             phase: Cell::new(Phase { name: "start", limit: start }),
             round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
+            traffic: Cell::default(),
             roll: Roll::new(size),
             faults,
         };
@@ -185,10 +193,17 @@ impl World {
         &self.host
     }
 
-    /// A number for the host of every rank: that of its first rank; collective.
-    pub fn nodes(&self) -> Vec<u32> {
-        let first = self.all_gather_u64([u64::from(self.first_on_host.0)]);
-        first.into_iter().map(|[first]| u32::try_from(first).unwrap_or_default()).collect()
+    /// Gives `local`'s value if every rank succeeded, else the same [`Refusal`] on all of them; collective.
+    ///
+    /// # Errors
+    /// If any rank's `local` is an error.
+    pub fn agree<T, E: Classify + Send + Sync + 'static>(&self, local: Result<T, E>) -> Result<T, Refusal> {
+        Group::agree(self, local)
+    }
+
+    /// The refusal of an error that every rank has come to, from numbers that all know; collective.
+    pub fn refuse<E: Classify + Send + Sync + 'static>(&self, error: E) -> Refusal {
+        Group::refuse(self, error)
     }
 
     /// What the MPI library calls itself and its version.
@@ -250,6 +265,12 @@ impl World {
         *self.exchanged.borrow()
     }
 
+    /// Every collective that this rank has taken part in since it joined, and what it moved.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        self.traffic.get()
+    }
+
     /// Checks the world against what was asked for and what the launcher believes.
     ///
     /// `launched` is the launcher's own count with the variable it was read from.
@@ -281,6 +302,7 @@ impl World {
     /// Waits until all ranks are here.
     pub fn barrier(&self) {
         self.wait("barrier", self.comm.immediate_barrier());
+        self.traffic.set(self.traffic.get() + Traffic { collectives: 1, ..Traffic::default() });
     }
 
     /// Leaves MPI; collective. Nothing may be sent afterwards.

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::super::problem::list;
+use super::super::problem::{counted, list};
 use super::super::ranks::RankSet;
 use super::{Fingerprint, Value};
 use crate::ids::Rank;
@@ -28,14 +28,30 @@ pub struct Side {
     pub ranks: RankSet,
 }
 
+/// More values of one field than this are counted and not shown: one a rank would be a page that nobody reads.
+const MAX_SIDES: usize = 8;
+
 impl fmt::Display for FieldDifference {
     /// `dispatch.chunk_tokens: 64 on ranks 0-2, 128 on rank 3`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let side = |side: &Side| match &side.value {
-            Some(value) => format!("{value} on {}", side.ranks),
-            None => format!("not there on {}", side.ranks),
-        };
-        write!(f, "{}: {}", self.field, list(self.sides.iter().map(side), ", "))
+        let (shown, rest) = self.sides.split_at(self.sides.len().min(MAX_SIDES));
+        write!(f, "{}: {}", self.field, list(shown, ", "))?;
+        if rest.is_empty() {
+            return Ok(());
+        }
+        let ranks: RankSet = rest.iter().flat_map(|side| side.ranks.iter()).collect();
+        write!(f, ", {} on {ranks}", counted(rest.len(), "other value"))
+    }
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.value {
+            // Of a digest people can see no more than that it is another one.
+            Some(Value::Digest(digest)) => write!(f, "digest {} on {}", digest.short(), self.ranks),
+            Some(value) => write!(f, "{value} on {}", self.ranks),
+            None => write!(f, "not there on {}", self.ranks),
+        }
     }
 }
 

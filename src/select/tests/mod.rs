@@ -3,4 +3,4 @@
 mod cases;
 mod grid;
 mod messages;
-pub(super) mod worlds;
+pub(crate) mod worlds;

@@ -1,111 +1,59 @@
 //! Any single change changes the digest; what is rank-local, and the order of anything, does not.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
 use super::super::super::tests::worlds::{deployment, gb300, h200, host, k3, registry};
 use super::super::super::*;
 use super::super::*;
+use super::changes::{Change, Single, pattern, patterns, singles};
 use super::{Inputs, NUM_STEPS, inputs, next_up};
-use crate::config::{CombineDtype, Device, Payload};
+use crate::config::Device;
 use crate::ids::Rank;
 use crate::numerics::activation::Activation;
-use crate::routing::RoutingMethod;
-
-type Change = fn(&mut Inputs);
-
-/// Changes of one thing, with whether it is the selection that changes.
-fn changes() -> Vec<(&'static str, bool, Change)> {
-    fn situ(inputs: &mut Inputs) -> (&mut f32, &mut f32) {
-        match &mut inputs.activation {
-            Activation::Situ { beta, linear_beta: Some(linear_beta) } => (beta, linear_beta),
-            other => unreachable!("the inputs have SiTU with both constants, not {other:?}"),
-        }
-    }
-    vec![
-        ("beta", false, |i| *situ(i).0 = next_up(*situ(i).0)),
-        ("linear_beta", false, |i| *situ(i).1 = next_up(*situ(i).1)),
-        ("activation", false, |i| i.activation = Activation::Situ { beta: *situ(i).0, linear_beta: None }),
-        ("scaling", false, |i| i.routing = RoutingMethod::KimiK3 { scaling: next_up(1.0) }),
-        ("routing", false, |i| i.routing = RoutingMethod::Default),
-        ("input_scale", false, |i| i.input_scale = next_up(i.input_scale)),
-        ("one of many scales", false, |i| i.scales[1] = next_up(i.scales[1])),
-        ("order of scales", false, |i| i.scales.reverse()),
-        ("version", false, |i| i.version.push('1')),
-        ("revision", false, |i| i.revision.push('d')),
-        ("travelling dtype", false, |i| i.travel = "f32"),
-        ("buffer size", false, |i| i.buffer_bytes += 1),
-        ("layout", false, |i| i.layout = "n_major"),
-        ("tactic", false, |i| i.tactic = "block_m 128"),
-        ("kernel source", false, |i| i.kernel_source.push(' ')),
-        ("artefact", false, |i| i.artefact = "0124"),
-        ("flag", false, |i| i.flag = true),
-        ("must-match variable", false, |i| {
-            i.environments[0].variables.insert("NCCL_ALGO".to_owned(), "Ring".to_owned());
-        }),
-        ("chunk size", true, |i| i.deployment.chunk_tokens = Some(64)),
-        ("capacity", true, |i| i.deployment.num_max_tokens_per_rank += 1),
-        ("payload", true, |i| i.deployment.payload = Payload::Bf16),
-        ("combine dtype", true, |i| i.deployment.combine_dtype = CombineDtype::Bf16),
-        ("expert split", true, |i| i.deployment.experts = ExpertSplit::Blocks(vec![225, 223, 224, 224])),
-        ("top-k", true, |i| i.problems[1].num_topk = 15),
-        ("number of layers", true, |i| i.problems.truncate(2)),
-        ("order of layers", true, |i| i.problems.swap(0, 1)),
-        ("hidden", true, |i| i.problems[0].hidden += 128),
-        ("format", true, |i| i.problems[0].quantisation.quantised_activations = false),
-        ("shared width", true, |i| i.problems[0].shared.as_mut().unwrap().intermediate += 128),
-        ("backend", true, |i| i.deployment.backend = "simd".to_owned()),
-        ("asked activations", true, |i| i.deployment.activations = crate::config::Activations::Bf16),
-        ("asked activation", true, |i| i.deployment.activation = Some(i.activation)),
-        ("fallback", true, |i| i.deployment.allow_fallback = true),
-        ("batch invariance", true, |i| i.deployment.batch_invariant = true),
-        ("device", true, |i| i.deployment.device = Device::Gpu),
-        ("node layout under a transport that reads it", true, |i| i.deployment.node_of_rank = vec![0, 1, 1, 1]),
-        ("instruction set of a rank", true, |i| {
-            i.environments[3].instruction_set = environment::Fact::Present(InstructionSet::Scalar);
-        }),
-        ("GPU of a rank", true, |i| i.environments[3].gpu = gb300().gpu),
-        ("library of a rank", true, |i| {
-            i.environments[3].libraries.nccl = environment::Fact::Present("2.30".to_owned())
-        }),
-        ("flag of a rank", true, |i| {
-            i.environments[3].flags = Some(["LOCKSTEP_EAGER".to_owned()].into());
-        }),
-        ("registry", true, |i| {
-            let instance = i.registry.descriptors()[0].narrow(|d| d.num_topk.max = Some(31)).unwrap();
-            i.registry = i.registry.clone().with_instance(instance).unwrap();
-        }),
-    ]
-}
 
 #[test]
 fn any_single_change_changes_the_digest_and_is_named() {
-    let before = inputs();
-    for (name, of_selection, change) in changes() {
+    // Every pair of changes is told apart as well.
+    let mut digests: BTreeMap<Digest, &str> = BTreeMap::from([(inputs().session().digest(), "none")]);
+    for Single { name, fields, setting, change } in singles() {
+        let mut before = inputs();
+        setting(&mut before);
         let mut after = before.clone();
         change(&mut after);
-        assert_eq!(before.selection().digest() != after.selection().digest(), of_selection, "{name}");
+        let of_selection = patterns(&before.selection());
+        assert_eq!(
+            before.selection().digest() != after.selection().digest(),
+            fields.iter().any(|field| of_selection.contains(*field)),
+            "{name}: only what `resolve` knows is in the digest that it prints"
+        );
         let (ours, theirs) = (before.session(), after.session());
         assert_ne!(ours.digest(), theirs.digest(), "{name}");
         let differences = diff([(Rank(0), &ours), (Rank(1), &theirs)]);
-        assert!(!differences.is_empty(), "{name}");
-        if !of_selection {
-            assert_eq!(
-                differences.len(),
-                1 + usize::from(["activation", "routing"].contains(&name)),
-                "{name}: {differences:?}"
-            );
+        let moved: BTreeSet<String> = differences.iter().map(|difference| pattern(&difference.field)).collect();
+        for field in fields {
+            assert!(moved.contains(*field), "{name} does not move {field}, but {moved:?}");
         }
-    }
-    // Every pair of changes is told apart as well.
-    let mut digests: BTreeMap<Digest, &str> = BTreeMap::from([(before.session().digest(), "none")]);
-    for (name, _, change) in changes() {
-        let mut after = before.clone();
-        change(&mut after);
-        let twin = digests.insert(after.session().digest(), name);
+        let twin = digests.insert(theirs.digest(), name);
         assert_eq!(twin, None, "{name}");
     }
+}
+
+/// The table of changes and the encoding are one list: a field that nothing moves is a field that nobody has tried.
+#[test]
+fn the_changes_are_those_of_every_encoded_field() {
+    let mut encoded = patterns(&inputs().session());
+    let mut moved: BTreeSet<String> = BTreeSet::from(["selection".to_owned()]);
+    for Single { fields, setting, change, .. } in singles() {
+        let mut changed = inputs();
+        setting(&mut changed);
+        encoded.extend(patterns(&changed.session()));
+        change(&mut changed);
+        encoded.extend(patterns(&changed.session()));
+        moved.extend(fields.iter().map(|field| (*field).to_owned()));
+    }
+    assert_eq!(moved, encoded, "left: fields that the table of changes names, right: fields that are encoded");
 }
 
 #[test]

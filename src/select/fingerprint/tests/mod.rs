@@ -1,5 +1,6 @@
 //! What changes a digest and what does not, and that bytes of other ranks can't do harm.
 
+mod changes;
 mod diff;
 mod digest;
 mod encoding;
@@ -22,8 +23,11 @@ pub(super) struct Inputs {
     pub registry: Registry,
     pub version: String,
     pub revision: String,
+    pub target: &'static str,
+    pub profile: &'static str,
     pub activation: Activation,
     pub routing: RoutingMethod,
+    pub norm_eps: f32,
     pub input_scale: f32,
     pub scales: Vec<f32>,
     pub travel: &'static str,
@@ -43,8 +47,11 @@ pub(super) fn inputs() -> Inputs {
         registry: registry(),
         version: "0.1.0".to_owned(),
         revision: "abc".to_owned(),
+        target: "x86_64-unknown-linux-gnu",
+        profile: "release",
         activation: Activation::Situ { beta: 4.0, linear_beta: Some(25.0) },
         routing: RoutingMethod::KimiK3 { scaling: 1.0 },
+        norm_eps: 1e-5,
         input_scale: 0.125,
         scales: vec![0.5, 0.25, 2.0],
         travel: "bf16",
@@ -70,8 +77,8 @@ impl Inputs {
         type Step = fn(&Inputs, usize, &mut SessionBuilder);
         let steps: [Step; NUM_STEPS] = [
             |inputs, _, b| {
-                let (version, revision) = (&inputs.version, &inputs.revision);
-                b.build(BuildFacts { version, revision, target: "x86_64-unknown-linux-gnu", profile: "release" });
+                let Inputs { version, revision, target, profile, .. } = inputs;
+                b.build(BuildFacts { version, revision, target, profile });
             },
             |inputs, rank, b| _ = b.environment(&inputs.environments[rank]),
             |inputs, _, b| _ = b.layer(LayerIdx(1)).activation(inputs.activation).routing(inputs.routing),
@@ -80,7 +87,9 @@ impl Inputs {
                     .scale("fc1.input", inputs.input_scale)
                     .scales("fc2", inputs.scales.iter().copied());
             },
-            |inputs, _, b| _ = b.layer(LayerIdx(1)).travel("payload", inputs.travel).constant("norm_eps", 1e-5),
+            |inputs, _, b| {
+                _ = b.layer(LayerIdx(1)).travel("payload", inputs.travel).constant("norm_eps", inputs.norm_eps)
+            },
             |inputs, _, b| _ = b.capacity("receive_bytes", inputs.buffer_bytes).layout("weights", inputs.layout),
             |inputs, _, b| _ = b.tactic("k3", inputs.tactic).flag("graphs", inputs.flag),
             |inputs, _, b| {
