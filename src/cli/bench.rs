@@ -1,7 +1,9 @@
-//! `lockstep bench`: the expert computation of one rank, next to what the machine could do at best.
+//! `lockstep bench`: the expert computation of one rank, next to what the machine could do at best; or what agreement
+//! costs all ranks.
 //!
-//! Needs no checkpoint, launcher or MPI: weights and tokens are made up. Knows nothing of routing or dispatch.
+//! Needs no checkpoint: weights and tokens are made up. Knows nothing of routing or dispatch. Only agreement needs MPI.
 
+mod agreement;
 mod report;
 mod work;
 
@@ -11,6 +13,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::backend::{BackendError, ExpertsSpec, Isa, build};
+use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
 
@@ -23,11 +26,17 @@ use work::{Machine, Noise, Work, pack};
 /// Memory that is read to find the machine's bandwidth: beyond any cache.
 const READ_BYTES: usize = 512 << 20;
 
-/// Times the expert computation over made-up weights, beside the machine's bandwidth and FMA peak.
+/// Times the expert computation over made-up weights, beside the machine's bandwidth and FMA peak; or, with --agreement,
+/// what it costs ranks to agree.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
+    /// Times the agreements of a session over Kimi K3's 92 layers instead, and counts what they exchange; under a
+    /// launcher, over all its ranks.
+    #[arg(long, conflicts_with_all = ["geometry", "hidden", "intermediate", "experts", "rows_per_expert", "backend",
+        "isa", "threads", "activations"])]
+    pub agreement: bool,
     /// The model whose expert widths and activation are taken.
-    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"])]
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement"])]
     pub geometry: Option<BenchGeometry>,
     /// Width of the experts' input and output.
     #[arg(long, value_name = "N")]
@@ -133,7 +142,13 @@ impl Classify for BenchError {
 ///
 /// # Errors
 /// As [`run`], or if standard output cannot be written.
-pub fn command(args: &BenchArgs) -> Result<Exit, Failure> {
+pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
+    if args.agreement {
+        return match args.repeats {
+            0 => Err(BenchError::Zero { option: "--repeats" }.into()),
+            repeats => agreement::command(repeats, args.json, env),
+        };
+    }
     let report = run(args)?;
     if args.json {
         output::json(&report)?

@@ -227,13 +227,16 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     world.agree(check_width(job, &session, &share))?;
     let topk = world.agree(read_topk(job, &session, &share))?;
     let load_s = begin.elapsed().as_secs_f64();
+    let before = world.traffic();
     let mut steps = run_steps(world, job, (&session, &share), &topk)?;
+    let moved = world.traffic() - before;
     let mut report = new_report(world, job, &session, &share, load_s);
     for (layer, done) in session.layers().iter().zip(&steps.layers) {
         let first_expert = layer.transport().placement.local_experts(world.rank()).start;
         report.add_layer(layer.decision().layer, first_expert, &done.stats, done.outcome);
     }
     report.dispatch_bytes_sent = world.exchanged().sent_bytes;
+    report.step_collectives = moved.collectives;
     report.peak_rss_bytes = crate::host::peak_rss_bytes().unwrap_or_default();
     let joined = join(world, &report, decided(world, job, &session), std::mem::take(&mut steps.step_us));
     let layers = gather_rows(world, (&session, &share), steps.layers);
@@ -374,6 +377,7 @@ fn new_report(world: &World, job: &Job<'_>, session: &Session, share: &Share, lo
         rows_sent: 0,
         rows_received: 0,
         dispatch_bytes_sent: 0,
+        step_collectives: 0,
         launches: Vec::new(),
         layers: Vec::new(),
         phases: vec![("load".to_owned(), load_s)],

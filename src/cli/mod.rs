@@ -98,7 +98,7 @@ fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
     match command {
         Command::Run(args) => run::command(&args, env),
         Command::Verify(args) => verify::command(&args, env),
-        Command::Bench(args) => bench::command(&args),
+        Command::Bench(args) => bench::command(&args, env),
         Command::Inspect(args) => inspect::command(&args, env),
         Command::Resolve(args) => resolve::command(&args, env),
         Command::Doctor(args) => doctor::command(&args, env),

@@ -188,7 +188,7 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
 }
 
 /// Compared before anything is decided from it.
-const START: Topic = Topic {
+pub(super) const START: Topic = Topic {
     about: "what they were asked for",
     cure: "Give every rank the same build, deployment file, options and LOCKSTEP_* variables; mpirun passes a variable on \
            to other hosts only with -x NAME.",

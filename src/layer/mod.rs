@@ -26,8 +26,7 @@ use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
 pub use parts::Part;
-#[cfg(test)]
-pub(crate) use selected::{Asks, select_jointly};
+pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
 pub use session::{Session, SessionOptions};
 pub use stats::{LayerStats, PhaseTimes};
 

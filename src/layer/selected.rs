@@ -6,7 +6,7 @@ use crate::facts::{self, BUILD};
 use crate::select::fingerprint::{BuildFacts, SessionBuilder};
 use crate::select::registry::Registry;
 use crate::select::{
-    DeploymentFacts, Environment, Fingerprint, LayerSelection, Problem, SelectError, Selection, resolve,
+    DeploymentFacts, Environment, Fingerprint, LayerDecision, LayerSelection, Problem, SelectError, Selection, resolve,
 };
 use crate::world::{Group, World};
 
@@ -17,11 +17,11 @@ use super::{LayerError, MoeLayer};
 use crate::model::MoeGeometry;
 
 /// Compared before any weight is read.
-const PLAN: Topic =
+pub(crate) const PLAN: Topic =
     Topic { about: "what they would run", cure: "Give every rank the same build, checkpoint, input and settings." };
 
 /// Compared before the first step.
-const SESSION: Topic = Topic {
+pub(crate) const SESSION: Topic = Topic {
     about: "what they have loaded",
     cure: "Give every rank the same build and checkpoint; a copy on one host may be stale.",
 };
@@ -80,7 +80,8 @@ impl Selected {
         let SessionOptions { deployment, environment, .. } = options;
         let asks = Asks { deployment, environment, problems: &problems, registry: &Registry::builtin() };
         let Jointly { selection, fingerprint, environments } = select_jointly(world, asks)?;
-        let fields = must_match(BUILD, options, (geometry, plans), (&selection, &fingerprint));
+        let decisions: Vec<_> = plans.iter().map(|plan| plan.decision).collect();
+        let fields = must_match(BUILD, options, (geometry, &decisions), (&selection, &fingerprint));
         agreement::agree_on(world, PLAN, fields.clone().finish())?;
         agreement::compare_trails(world, &selection)?;
         if world.is_root() {
@@ -110,22 +111,23 @@ impl Selected {
         let fingerprint = agreement::agree_on(world, SESSION, fields.finish())?;
         if world.is_root() {
             tracing::info!(selection = %self.fingerprint.digest(), session = %fingerprint.digest(), "all ranks agree");
+            fingerprint.listing().lines().for_each(|line| tracing::debug!("agreed: {line}"));
         }
         Ok(fingerprint)
     }
 }
 
 /// Everything that has to be alike before weights are read.
-fn must_match(
+pub(crate) fn must_match(
     build: BuildFacts<'_>,
     options: &SessionOptions<'_>,
-    (geometry, plans): (&MoeGeometry, &[LayerPlan]),
+    (geometry, decisions): (&MoeGeometry, &[LayerDecision]),
     (selection, fingerprint): (&Selection, &Fingerprint),
 ) -> SessionBuilder {
     let mut fields = SessionBuilder::new(fingerprint);
     fields.build(build).environment(&options.environment);
     add_options(&mut fields, options);
-    plans.iter().for_each(|plan| add_plan(&mut fields, geometry, plan));
+    decisions.iter().for_each(|decision| add_decision(&mut fields, geometry, decision));
     add_layouts(&mut fields, selection);
     fields
 }
@@ -141,8 +143,7 @@ fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
         .flag("input_is_bf16", options.input_is_bf16);
 }
 
-fn add_plan(fields: &mut SessionBuilder, geometry: &MoeGeometry, plan: &LayerPlan) {
-    let decision = &plan.decision;
+fn add_decision(fields: &mut SessionBuilder, geometry: &MoeGeometry, decision: &LayerDecision) {
     let row = row_form(geometry, decision);
     let mode = if decision.combine_at_home { CombineMode::Slot } else { CombineMode::Rank };
     fields

@@ -2,7 +2,7 @@
 
 mod table;
 
-pub use table::new_table;
+pub use table::{new_table, time};
 
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +38,8 @@ pub struct RankReport {
     pub rows_received: u64,
     /// Bytes of dispatch and combine that it sent to other ranks.
     pub dispatch_bytes_sent: u64,
+    /// Collectives that it took part in over all steps.
+    pub step_collectives: u64,
     /// What it launched.
     pub launches: Vec<Launch>,
     /// Its share of each layer.
@@ -399,7 +401,7 @@ mod tests {
         let decided = serde_json::json!({
             "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
-            "dispatch_bytes_sent": 0, "layers": [], "phases": [],
+            "dispatch_bytes_sent": 0, "step_collectives": 0, "layers": [], "phases": [],
             "launches": launched.iter().map(|identity| serde_json::json!({
                 "layer": 3, "part": "routed", "identity": identity, "rows": 1, "calls": 1,
             })).collect::<Vec<_>>(),
@@ -438,6 +440,15 @@ mod tests {
             let report = report(&[agreed[0], other]);
             assert_eq!(report.exit(), Exit::Disagreement, "{other}");
             assert!(report.to_string().contains(&format!("rank 0 ran {other} in layer 3")), "{report}");
+        }
+    }
+
+    /// Whole, so that two runs can be compared by eye, and with where to see what they are of.
+    #[test]
+    fn a_person_reads_both_digests_and_where_their_fields_are() {
+        let text = report(&[]).to_string();
+        for part in ["0".repeat(64), "1".repeat(64), "-v lists every field".to_owned()] {
+            assert!(text.contains(&part), "lacks {part}: {text}");
         }
     }
 

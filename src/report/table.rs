@@ -11,15 +11,11 @@ impl fmt::Display for RunReport {
         let decided = &self.decided;
         writeln!(
             f,
-            "{} · {} ranks · lockstep.{}.grouped_gemm ({}) · part {} · selection {} · session {}",
-            decided.deployment,
-            decided.num_ranks,
-            decided.technique,
-            decided.isa,
-            decided.part,
-            short(&decided.selection),
-            short(&decided.session)
+            "{} · {} ranks · lockstep.{}.grouped_gemm ({}) · part {}",
+            decided.deployment, decided.num_ranks, decided.technique, decided.isa, decided.part,
         )?;
+        writeln!(f, "all ranks agreed on selection {} (`lockstep resolve` prints the same)", decided.selection)?;
+        writeln!(f, "              and session   {} (-v lists every field of it)", decided.session)?;
         writeln!(f, "\n{}\n\n{}", layers(self), ranks(self))?;
         writeln!(f, "\n{}", phases(self))?;
         writeln!(
@@ -34,11 +30,6 @@ impl fmt::Display for RunReport {
         }
         Ok(())
     }
-}
-
-/// A digest as far as people compare it.
-fn short(digest: &str) -> &str {
-    digest.get(..8).unwrap_or(digest)
 }
 
 fn layers(report: &RunReport) -> Table {

@@ -181,3 +181,156 @@ fn quantise_activations(facts: &LayerFacts, activations: Activations) -> Result<
         Activations::Quantised => Ok(true),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Combine, CombineDtype, Payload};
+    use crate::model::LatentGeometry;
+    use crate::routing::RoutingMethod;
+
+    /// A layer of eight calibrated NVFP4 experts.
+    fn facts() -> LayerFacts {
+        LayerFacts {
+            layer: LayerIdx(5),
+            num_nvfp4: 8,
+            num_bf16: 0,
+            has_input_scales: true,
+            wants_quantised: true,
+            shared: Some(SharedFacts { is_nvfp4: true, has_input_scales: true, wants_quantised: true }),
+        }
+    }
+
+    fn geometry() -> MoeGeometry {
+        MoeGeometry {
+            hidden: 128,
+            expert_hidden: 128,
+            intermediate: 64,
+            num_experts: 8,
+            num_topk: 2,
+            shared: None,
+            latent: None,
+            routing: RoutingMethod::Renormalize,
+            activation: Activation::Swiglu,
+        }
+    }
+
+    fn with(facts: &LayerFacts, change: impl Fn(&mut Deployment)) -> Result<LayerDecision, SelectError> {
+        let mut deployment = Deployment::default();
+        change(&mut deployment);
+        decide(facts, &geometry(), &deployment, true)
+    }
+
+    fn activations(facts: &LayerFacts, asked: Activations) -> Result<LayerDecision, SelectError> {
+        with(facts, |deployment| deployment.moe.activations = asked)
+    }
+
+    #[test]
+    fn the_checkpoint_decides_unless_the_deployment_does() {
+        let (calibrated, weights_only) = (facts(), LayerFacts { wants_quantised: false, ..facts() });
+        for (facts, asked, quant) in [
+            (&calibrated, Activations::Checkpoint, Quant::Nvfp4),
+            (&calibrated, Activations::Bf16, Quant::W4a16Nvfp4),
+            (&calibrated, Activations::Quantised, Quant::Nvfp4),
+            (&weights_only, Activations::Checkpoint, Quant::W4a16Nvfp4),
+            (&weights_only, Activations::Bf16, Quant::W4a16Nvfp4),
+            (&weights_only, Activations::Quantised, Quant::Nvfp4),
+        ] {
+            let decision = activations(facts, asked).unwrap();
+            assert_eq!((decision.quant, decision.layer), (quant, LayerIdx(5)), "{asked}");
+            assert_eq!(decision.quantise_activations, quant == Quant::Nvfp4, "{asked}");
+            assert!(!decision.kept_unquantised, "{asked}");
+        }
+    }
+
+    #[test]
+    fn unquantised_experts_stay_so_and_it_is_said() {
+        let facts = LayerFacts {
+            num_nvfp4: 0,
+            num_bf16: 8,
+            has_input_scales: false,
+            wants_quantised: false,
+            shared: None,
+            ..facts()
+        };
+        for (asked, kept) in
+            [(Activations::Checkpoint, false), (Activations::Bf16, false), (Activations::Quantised, true)]
+        {
+            let decision = activations(&facts, asked).unwrap();
+            assert_eq!((decision.quant, decision.kept_unquantised), (Quant::None, kept), "{asked}");
+            assert!(!decision.quantise_activations);
+        }
+    }
+
+    #[test]
+    fn what_can_not_be_quantised_is_refused_with_the_reason() {
+        let uncalibrated = LayerFacts { has_input_scales: false, ..facts() };
+        let mixed = LayerFacts { num_bf16: 1, ..facts() };
+        let shared = SharedFacts { is_nvfp4: true, has_input_scales: false, wants_quantised: false };
+        let uncalibrated_shared = LayerFacts { shared: Some(shared), ..facts() };
+        for (facts, reason) in [
+            (uncalibrated, "its experts have no input_scale"),
+            (mixed, "it has unquantised experts"),
+            (uncalibrated_shared, "its shared expert has no input_scale"),
+        ] {
+            let error = activations(&facts, Activations::Quantised).unwrap_err();
+            assert_eq!(error, SelectError::NotQuantisable { layer: LayerIdx(5), reason });
+            assert_eq!(error.exit(), Exit::BadInput);
+            let text = error.to_string();
+            assert!(text.contains("layer 5") && text.contains(reason) && text.contains("--activations bf16"), "{text}");
+            // Nobody asked for it otherwise.
+            assert!(activations(&facts, Activations::Bf16).is_ok());
+        }
+    }
+
+    #[test]
+    fn shared_experts_follow_their_own_format() {
+        let of_shared = |is_nvfp4, wants_quantised, asked| {
+            let shared = Some(SharedFacts { is_nvfp4, has_input_scales: is_nvfp4, wants_quantised });
+            activations(&LayerFacts { shared, ..facts() }, asked).unwrap().quantise_shared
+        };
+        assert!(of_shared(true, true, Activations::Checkpoint));
+        assert!(!of_shared(true, false, Activations::Checkpoint));
+        assert!(!of_shared(true, true, Activations::Bf16));
+        assert!(of_shared(true, false, Activations::Quantised));
+        assert!(!of_shared(false, false, Activations::Quantised), "Kimi K3 keeps its shared experts in bf16");
+        let none = LayerFacts { shared: None, ..facts() };
+        assert!(!activations(&none, Activations::Quantised).unwrap().quantise_shared);
+    }
+
+    #[test]
+    fn tokens_travel_as_what_loses_nothing_unless_asked_otherwise() {
+        let latent = MoeGeometry { latent: Some(LatentGeometry { norm_eps: None }), ..geometry() };
+        let form = |geometry: &MoeGeometry, payload, input_is_bf16| {
+            let mut deployment = Deployment::default();
+            deployment.dispatch.payload = payload;
+            decide(&facts(), geometry, &deployment, input_is_bf16).unwrap().token_form
+        };
+        assert_eq!(form(&geometry(), Payload::Auto, true), TokenForm::Bf16);
+        assert_eq!(form(&geometry(), Payload::Auto, false), TokenForm::F32);
+        assert_eq!(form(&latent, Payload::Auto, true), TokenForm::F32, "a latent is never bf16 before it travels");
+        assert_eq!(form(&latent, Payload::Bf16, true), TokenForm::Bf16);
+        assert_eq!(form(&geometry(), Payload::F32, true), TokenForm::F32);
+        assert_eq!(form(&geometry(), Payload::Nvfp4, true), TokenForm::Nvfp4);
+        let error = with(&facts(), |deployment| {
+            (deployment.dispatch.payload, deployment.moe.activations) = (Payload::Nvfp4, Activations::Bf16);
+        });
+        assert_eq!(error, Err(SelectError::PayloadNeedsQuantised { layer: LayerIdx(5) }));
+    }
+
+    #[test]
+    fn rows_come_back_by_slot_in_f32_unless_asked_otherwise() {
+        let decision = with(&facts(), |_| {}).unwrap();
+        assert!(decision.combine_at_home && !decision.combine_bf16);
+        assert!(with(&facts(), |deployment| deployment.moe.combine = Combine::Slot).unwrap().combine_at_home);
+        assert!(!with(&facts(), |deployment| deployment.moe.combine = Combine::Rank).unwrap().combine_at_home);
+        assert!(with(&facts(), |d| d.dispatch.combine_dtype = CombineDtype::Bf16).unwrap().combine_bf16);
+    }
+
+    #[test]
+    fn an_activation_that_is_asked_for_stands_for_the_checkpoints() {
+        let asked = Activation::Situ { beta: 4.0, linear_beta: Some(25.0) };
+        assert_eq!(with(&facts(), |_| {}).unwrap().activation, Activation::Swiglu);
+        assert_eq!(with(&facts(), |deployment| deployment.moe.activation = Some(asked)).unwrap().activation, asked);
+    }
+}

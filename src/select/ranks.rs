@@ -32,6 +32,12 @@ impl RankSet {
         self.spans.iter().map(|(first, last)| (last - first) as usize + 1).sum()
     }
 
+    /// In how many spans they are printed.
+    #[must_use]
+    pub fn num_spans(&self) -> usize {
+        self.spans.len()
+    }
+
     /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -71,7 +71,7 @@ impl Reason {
         match self {
             Self::Quantisation | Self::Activation | Self::Bias | Self::Routing | Self::Shape | Self::Deprecated => "",
             Self::Dtype => "set dispatch.payload and dispatch.combine_dtype to auto",
-            Self::Device => "set cluster.device to what every rank has, or start ranks only where a GPU is",
+            Self::Device => "set cluster.device to what it runs on (cpu or gpu), and start ranks only where that is",
             Self::ComputeCapability => "start ranks only on GPUs that it has code for",
             Self::InstructionSet => "start ranks only on machines that have it",
             Self::MissingLibrary => "install the library on the ranks named",

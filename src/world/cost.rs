@@ -85,3 +85,59 @@ impl Sub for Traffic {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A network: what a round takes, and what a rank takes in.
+    struct Network {
+        round_us: f64,
+        gbyte_per_s: f64,
+    }
+
+    impl Network {
+        /// `ceil(log2 ranks)` rounds a collective, and the bytes that come in.
+        fn time_us(&self, num_ranks: u64, traffic: Traffic) -> f64 {
+            let rounds = f64::from(num_ranks.next_power_of_two().trailing_zeros()) * traffic.collectives as f64;
+            rounds * self.round_us + traffic.received_bytes as f64 / self.gbyte_per_s / 1e3
+        }
+    }
+
+    const TCP: Network = Network { round_us: 50.0, gbyte_per_s: 1.0 };
+    const FABRIC: Network = Network { round_us: 5.0, gbyte_per_s: 10.0 };
+
+    fn grouped(number: u64) -> String {
+        let digits = number.to_string();
+        let runs: Vec<&str> = digits.as_bytes().rchunks(3).rev().map(|run| std::str::from_utf8(run).unwrap()).collect();
+        runs.join(",")
+    }
+
+    /// The tables of `docs/agreement-cost.md` are the model's.
+    #[test]
+    fn the_documentation_shows_the_model() {
+        let text = include_str!("../../docs/agreement-cost.md");
+        const ENCODING_BYTES: u64 = 300_000;
+        for num_ranks in [2, 4, 16, 64, 256, 1024] {
+            let alike = Traffic::of_alike(num_ranks);
+            let differing = Traffic::of_differing(num_ranks, &[ENCODING_BYTES; 2], None);
+            for traffic in [alike, differing] {
+                let row = format!(
+                    "| {} | {} | {} | {:.2} ms | {:.2} ms |",
+                    grouped(num_ranks),
+                    traffic.collectives,
+                    grouped(traffic.received_bytes),
+                    FABRIC.time_us(num_ranks, traffic) / 1e3,
+                    TCP.time_us(num_ranks, traffic) / 1e3
+                );
+                assert!(text.contains(&row), "docs/agreement-cost.md lacks\n{row}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_world_of_one_moves_nothing() {
+        let Traffic { brought_bytes, received_bytes, collectives } = Traffic::of_alike(1);
+        assert_eq!((collectives, brought_bytes, received_bytes), (1, 0, 0));
+    }
+}

@@ -107,7 +107,7 @@ fn e2_two_deployment_files() {
     let set = Set::new();
     let [one, other] = ["dispatch: {chunk_tokens: 4}", "dispatch: {chunk_tokens: 2}"].map(|text| set.deployment(text));
     let job = set.run(3).args(["--deployment".into(), one.clone()]).word_of(1, &one, &other);
-    disagrees(&job, &["dispatch.chunk_tokens: 4 on ranks 0, 2, 2 on rank 1"]);
+    disagrees(&job, &["dispatch.chunk_tokens: 4 on ranks 0, 2; 2 on rank 1"]);
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn doctor_marks_a_planted_difference() {
     assert!(alike.stdout.contains("ok: the ranks are alike"), "{}", alike.printed());
     alone().args(["doctor"]).run().expect_code(0);
     let planted = mpirun(3).args(["doctor"]).env_of(1, "LOCKSTEP_CHUNK_TOKENS", "64").run().expect_code(3);
-    for needle in ["dispatch.chunk_tokens: null on ranks 0, 2, 64 on rank 1", "LOCKSTEP_CHUNK_TOKENS=64  * rank 1 only"]
+    for needle in ["dispatch.chunk_tokens: null on ranks 0, 2; 64 on rank 1", "LOCKSTEP_CHUNK_TOKENS=64  * rank 1 only"]
     {
         assert!(planted.stdout.contains(needle), "lacks {needle}: {}", planted.printed());
     }

@@ -78,7 +78,8 @@ impl Made {
         };
         let [version, revision, target, profile] = &self.build;
         let build = BuildFacts { version, revision, target, profile };
-        let mut fields = must_match(build, &options, (&geometry, &plans), (&selection, &fingerprint));
+        let decisions: Vec<_> = plans.iter().map(|plan| plan.decision).collect();
+        let mut fields = must_match(build, &options, (&geometry, &decisions), (&selection, &fingerprint));
         for plan in &plans {
             let mut layer = load(checkpoint, (&geometry, environments.len()), plan, &selection);
             (self.change_loaded)(&mut layer);

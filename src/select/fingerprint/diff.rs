@@ -35,12 +35,14 @@ impl fmt::Display for FieldDifference {
     /// `dispatch.chunk_tokens: 64 on ranks 0-2, 128 on rank 3`
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (shown, rest) = self.sides.split_at(self.sides.len().min(MAX_SIDES));
-        write!(f, "{}: {}", self.field, list(shown, ", "))?;
+        // Where ranks are listed with commas, another sign has to part the sides.
+        let separator = if self.sides.iter().any(|side| side.ranks.num_spans() > 1) { "; " } else { ", " };
+        write!(f, "{}: {}", self.field, list(shown, separator))?;
         if rest.is_empty() {
             return Ok(());
         }
         let ranks: RankSet = rest.iter().flat_map(|side| side.ranks.iter()).collect();
-        write!(f, ", {} on {ranks}", counted(rest.len(), "other value"))
+        write!(f, "{separator}{} on {ranks}", counted(rest.len(), "other value"))
     }
 }
 

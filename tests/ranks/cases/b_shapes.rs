@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::{assert_answers, assert_bf16_answers, backends_and_modes};
+use crate::support::launch::alone;
 use crate::support::made::{Choice, S};
 use crate::support::run::{BACKENDS, Run, Work};
 
@@ -66,18 +67,40 @@ fn b3_hidden_not_a_multiple_of_128() {
     }
 }
 
-/// A top-k that the experts cannot fill is refused before any work.
+/// A top-k that the experts cannot fill is refused before any work: alike by every command, and once for all ranks.
 #[test]
 fn b4_topk_out_of_range() {
     let work = Work::new();
-    for topk in [0, 5, -1] {
+    for (topk, ranks) in [(0, 4), (5, 2), (-1, 3)] {
         let s = S::new(4, 128, 128);
         let mut checkpoint = s.checkpoint();
         checkpoint.config["num_experts_per_tok"] = json!(topk);
         let checkpoint = work.checkpoint(&checkpoint);
-        let run = Run::new(&work, &checkpoint, &s.tokens(2, 1.0)).ranks(2);
-        run.fails(&["num_experts_per_tok", &topk.to_string(), "4"]);
+        let shown = topk.to_string();
+        let needles = ["num_experts_per_tok", &shown, "4"];
+        let run = Run::new(&work, &checkpoint, &s.tokens(2, 1.0)).ranks(ranks);
+        let everywhere = format!("(on all {ranks} ranks)");
+        run.fails(&[needles[0], needles[1], needles[2], &everywhere]);
+        let resolve = alone().args(["resolve".into(), "--model".into(), checkpoint.clone()]);
+        resolve.run().fails_clearly(2, &needles);
+        let verify = alone().args(["verify", "--layer=0"]).args([
+            format!("--checkpoint={}", checkpoint.display()),
+            format!("--input={}", work.tensors("input", &[("x".to_string(), s.tokens(2, 1.0))].into()).display()),
+        ]);
+        verify.run().fails_clearly(2, &needles);
     }
+}
+
+/// More slots than experts in a file of choices: each has to name an expert, or none.
+#[test]
+fn b4_a_choice_may_be_wider_than_the_models_but_names_experts() {
+    let work = Work::new();
+    let s = S::new(2, 32, 32).unit_scales();
+    let checkpoint = work.checkpoint(&s.checkpoint());
+    let run = Run::new(&work, &checkpoint, &s.tokens(2, 1.0)).ranks(2).output_dtype("bf16");
+    let wide = Choice::uniform(2, &[0, 1, 1, -1], &[0.25, 0.25, 0.5, 9.0]);
+    assert_bf16_answers(run.clone().choice(&wide).succeed().layer(0), 0, &[1.0; 2], 0, "four slots of two experts");
+    run.choice(&Choice::uniform(2, &[0, 1, 2, -1], &[0.25; 4])).fails(&["2", "slot"]);
 }
 
 /// A wide top-k, one expert, and more ranks than experts.

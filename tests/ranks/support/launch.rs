@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -32,6 +32,7 @@ pub struct Job {
     of_rank: Vec<(usize, Change)>,
     limit: Duration,
     watch_memory: bool,
+    dir: Option<PathBuf>,
 }
 
 /// What is different on one rank.
@@ -43,6 +44,8 @@ enum Change {
     Word(OsString, OsString),
     /// A word that follows the others.
     Added(OsString),
+    /// Where it starts.
+    Dir(PathBuf),
 }
 
 /// What a job left.
@@ -75,6 +78,7 @@ pub fn alone() -> Job {
         of_rank: Vec::new(),
         limit: SUCCESS_LIMIT,
         watch_memory: false,
+        dir: None,
     }
 }
 
@@ -111,6 +115,18 @@ impl Job {
     /// Adds a word to the command line of one rank.
     pub fn arg_of(mut self, rank: usize, arg: impl Into<OsString>) -> Self {
         self.of_rank.push((rank, Change::Added(arg.into())));
+        self
+    }
+
+    /// Starts one rank in another directory.
+    pub fn dir_of(mut self, rank: usize, dir: &Path) -> Self {
+        self.of_rank.push((rank, Change::Dir(dir.to_path_buf())));
+        self
+    }
+
+    /// Starts in another directory.
+    pub fn dir(mut self, dir: &Path) -> Self {
+        self.dir = Some(dir.to_path_buf());
         self
     }
 
@@ -155,6 +171,11 @@ impl Job {
         let mut line: Vec<OsString> = vec!["-n".into(), "1".into(), "env".into()];
         let changes = || self.of_rank.iter().filter(|(of, _)| *of == rank).map(|(_, change)| change);
         for change in changes() {
+            if let Change::Dir(dir) = change {
+                line.extend(["--chdir".into(), dir.into()]);
+            }
+        }
+        for change in changes() {
             if let Change::Env(name, value) = change {
                 line.push(format!("{name}={value}").into());
             }
@@ -164,7 +185,7 @@ impl Job {
         line.extend(self.args.iter().cloned());
         for change in changes() {
             match change {
-                Change::Env(..) => {}
+                Change::Env(..) | Change::Dir(_) => {}
                 Change::Word(word, other) => {
                     let found = line[start..].iter_mut().find(|known| *known == word);
                     *found.unwrap_or_else(|| panic!("no {} to replace", word.display())) = other.clone();
@@ -179,6 +200,9 @@ impl Job {
         let line = self.command_line();
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        if let Some(dir) = &self.dir {
+            command.current_dir(dir);
+        }
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("LOCKSTEP_") {
                 command.env_remove(name);

@@ -34,10 +34,10 @@ fn differences_name_field_values_and_ranks_of_every_side() {
     assert_eq!(
         text,
         [
-            "dispatch.chunk_tokens: 64 on ranks 0-6, 8-199, 201-255, 128 on rank 7, absent on rank 200",
-            "layers.2.activation.beta: 4.0 (bits 0x40800000) on ranks 0-199, 201-255, 4.0000005 (bits 0x40800001) on rank 200",
-            "layers.10.activation.beta: 4.0 (bits 0x40800000) on ranks 0-199, 201-255, 4.0000005 (bits 0x40800001) on rank 200",
-            "note: not there on ranks 0-199, 201-255, {a, b} on rank 200",
+            "dispatch.chunk_tokens: 64 on ranks 0-6, 8-199, 201-255; 128 on rank 7; absent on rank 200",
+            "layers.2.activation.beta: 4.0 (bits 0x40800000) on ranks 0-199, 201-255; 4.0000005 (bits 0x40800001) on rank 200",
+            "layers.10.activation.beta: 4.0 (bits 0x40800000) on ranks 0-199, 201-255; 4.0000005 (bits 0x40800001) on rank 200",
+            "note: not there on ranks 0-199, 201-255; {a, b} on rank 200",
         ]
     );
     assert_eq!(diff((0..256).map(|rank| (Rank(rank), &kinds[0]))), []);
