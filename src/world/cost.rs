@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn the_documentation_shows_the_model() {
         let text = include_str!("../../docs/agreement-cost.md");
-        const ENCODING_BYTES: u64 = 300_000;
+        const ENCODING_BYTES: u64 = 150_000;
         for num_ranks in [2, 4, 16, 64, 256, 1024] {
             let alike = Traffic::of_alike(num_ranks);
             let differing = Traffic::of_differing(num_ranks, &[ENCODING_BYTES; 2], None);

@@ -306,7 +306,9 @@ fn hazard_13_a_rank_that_never_reached_the_check() {
 #[test]
 fn resolve_prints_the_digest_of_the_run() {
     for (set, ranks) in [(Set::new(), 2), (Set::of_fixture(), 3)] {
-        for options in [&[][..], &["--activations=bf16"], &["--backend=reference", "--chunk-tokens=3"]] {
+        let laptop =
+            ["--deployment", concat!(env!("CARGO_MANIFEST_DIR"), "/topology/laptop.yaml"), "--batch-invariant"];
+        for options in [&[][..], &["--activations=bf16"], &["--backend=reference", "--chunk-tokens=3"], &laptop] {
             let report = set.report(&set.run(ranks).args(options.iter().copied()));
             let described = mpirun(ranks).args(["doctor", "--json"]).run().expect_code(0).stdout;
             let environment = set.work.path("ranks.json");
@@ -323,6 +325,23 @@ fn resolve_prints_the_digest_of_the_run() {
             assert_eq!(&resolved["digest"], report.at("/decided/selection"), "{options:?}: {}", outcome.printed());
         }
     }
+}
+
+/// A deployment of GPUs on hosts without any: refused with every reason, and by `resolve` in the same words.
+#[test]
+fn a_cluster_of_gpus_is_refused_where_there_are_none() {
+    let set = Set::new();
+    let deployment = ["--deployment", concat!(env!("CARGO_MANIFEST_DIR"), "/topology/h200x2.yaml")];
+    let needles = ["does not serve layer 0 on every rank", "(ranks 0-1)", "would serve:", "cure:"];
+    let outcome = set.run(2).args(deployment).run().fails_clearly(3, &needles);
+    assert!(!outcome.stderr.contains("(on all"), "a message of several lines has a tail: {}", outcome.printed());
+    let environment = set.work.path("ranks.json");
+    let described = mpirun(2).args(["doctor", "--json"]).run().expect_code(0).stdout;
+    safetensors::write_bytes(&environment, described.as_bytes());
+    let resolve = alone().args(["resolve", "--model"]).args([&set.checkpoint]).args(deployment);
+    let resolved = resolve.args(["--environment"]).args([&environment]).run().fails_clearly(3, &needles);
+    let message = |stderr: &str| stderr[stderr.find("lockstep: error").expect("a message")..].trim_end().to_owned();
+    assert!(outcome.stderr.contains(&message(&resolved.stderr)), "{}{}", outcome.printed(), resolved.printed());
 }
 
 #[test]

@@ -312,7 +312,7 @@ fn slowest(world: &World, time_us: f64) -> f64 {
 impl fmt::Display for AgreementReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { num_ranks, num_layers, repeats, session_bytes, session_median_us, session_min_us, rows } = self;
-        writeln!(f, "agreement of {num_ranks} ranks on {num_layers} layers, medians of {repeats}, the slowest rank\n")?;
+        writeln!(f, "agreement on {num_layers} layers, ranks: {num_ranks}, medians of {repeats}, the slowest rank\n")?;
         let mut table = new_table(&["", "collectives", "bytes brought", "bytes received", "as modelled", "median"]);
         for row in rows {
             let Traffic { collectives, brought_bytes, received_bytes } = row.counted;
