@@ -1,7 +1,7 @@
 //! The runtime as its users meet it: the binary under `mpirun`, with the right answers known beforehand.
 //!
 //! Needs Open MPI. `cases` holds one test for each reduced case of other systems' faults, under the case's letter and
-//! number; `agreement` lets ranks differ; `fixtures` compares with values computed outside this project; `bits` holds the
+//! number; `agreement` lets ranks differ, `tuning` their timings; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory.
 
 mod agreement;
@@ -11,4 +11,5 @@ mod fixtures;
 mod inspect;
 mod loading;
 mod support;
+mod tuning;
 mod verdicts;
