@@ -194,6 +194,8 @@ fn e1_a_stale_timing_on_one_rank_makes_all_time_anew() {
         spoil(&file, &fs::read_to_string(&file).expect("timings were kept"));
         let anew = run();
         assert_eq!(timed_by(&anew.report), "this_session", "{what}: {}", anew.outcome.printed());
+        let said = anew.outcome.stderr.matches("holds no timings of tactics").count();
+        assert_eq!(said, usize::from(what == "half a file"), "{what}: {}", anew.outcome.printed());
         let again = run();
         assert_eq!(timed_by(&again.report), "an_earlier_session", "{what}: it was written anew");
         assert_eq!((anew.sha256, again.sha256), (bits.clone(), bits.clone()), "{what}");

@@ -18,6 +18,7 @@ use super::{LayerError, MoeLayer};
 use crate::config::Tuning;
 use crate::fault::{Action, Stage};
 use crate::ids::{LayerIdx, Rank};
+use crate::select::RankSet;
 use crate::select::tactics::{Ballot, Choice, Failure, NUM_WORDS, RowBucket, Tactic, Timing, TunedShape, choose};
 use crate::world::{Phase, World};
 use made_up::MadeUp;
@@ -122,6 +123,7 @@ pub(super) fn tune(
         }
     }
     store.save();
+    warn_once(world, &store.warnings);
     if world.is_root() {
         say(&table, begin.elapsed());
     }
@@ -221,6 +223,17 @@ fn break_on_purpose(world: &World, timed: &mut [Result<Option<u64>, String>]) {
                 _ => {}
             }
         }
+    }
+}
+
+/// Says on one rank what is odd on any, with the ranks; collective.
+fn warn_once(world: &World, mine: &[String]) {
+    let all = world.all_gather_bytes(mine.join("\n").as_bytes());
+    let ranks: RankSet =
+        all.iter().enumerate().filter(|(_, text)| !text.is_empty()).map(|(rank, _)| Rank::from_index(rank)).collect();
+    // They say the same of their own files, so the first speaks for all.
+    if let Some(text) = all.iter().find(|text| !text.is_empty()).filter(|_| world.is_root()) {
+        tracing::warn!("{} (on {ranks})", String::from_utf8_lossy(text));
     }
 }
 

@@ -43,6 +43,8 @@ pub(super) struct Store {
     here: String,
     entries: Vec<Entry>,
     is_changed: bool,
+    /// What is odd about the file, for one rank to say for all.
+    pub(super) warnings: Vec<String>,
 }
 
 impl Store {
@@ -59,8 +61,13 @@ impl Store {
             BUILD.profile,
             world.local_size()
         );
-        let entries = path.as_deref().and_then(read).unwrap_or_default();
-        Self { path, here, entries, is_changed: false }
+        Self::read(path, here)
+    }
+
+    fn read(path: Option<PathBuf>, here: String) -> Self {
+        let mut warnings = Vec::new();
+        let entries = path.as_deref().and_then(|path| read(path, &mut warnings)).unwrap_or_default();
+        Self { path, here, entries, is_changed: false, warnings }
     }
 
     /// The timings of a shape, if they were taken as they would be now.
@@ -90,7 +97,7 @@ impl Store {
     }
 
     /// Writes the file, whole or not at all.
-    pub(super) fn save(&self) {
+    pub(super) fn save(&mut self) {
         let Some(path) = self.path.as_deref().filter(|_| self.is_changed) else { return };
         let file = File { version: VERSION, entries: self.entries.clone() };
         let made = path.parent().map_or(Ok(()), fs::create_dir_all).map_err(|error| error.to_string());
@@ -100,21 +107,21 @@ impl Store {
         });
         if let Err(error) = written {
             let path = path.display();
-            tracing::warn!(
+            self.warnings.push(format!(
                 "timings of tactics can't be kept in {path}: {error}; set jit.cache_dir to a directory of yours"
-            );
+            ));
         }
     }
 }
 
 /// The entries of a file; none where it is not there or not ours.
-fn read(path: &Path) -> Option<Vec<Entry>> {
+fn read(path: &Path, warnings: &mut Vec<String>) -> Option<Vec<Entry>> {
     let bytes = fs::read(path).ok()?;
     match serde_json::from_slice::<File>(&bytes) {
         Ok(file) if file.version == VERSION => Some(file.entries),
         Ok(_) => None,
         Err(error) => {
-            tracing::warn!("{} holds no timings of tactics ({error}); it is written anew", path.display());
+            warnings.push(format!("{} holds no timings of tactics ({error}); it is written anew", path.display()));
             None
         }
     }
@@ -125,8 +132,7 @@ mod tests {
     use super::*;
 
     fn store(path: &Path, here: &str) -> Store {
-        let entries = read(path).unwrap_or_default();
-        Store { path: Some(path.to_owned()), here: here.to_owned(), entries, is_changed: false }
+        Store::read(Some(path.to_owned()), here.to_owned())
     }
 
     const NAMES: [&str; 3] = ["a", "b", "c"];
@@ -159,7 +165,14 @@ mod tests {
         let text = fs::read_to_string(&path).expect("written");
         for damaged in [&text[..text.len() / 2], "", "[]", "{\"version\": 2, \"entries\": []}"] {
             fs::write(&path, damaged).expect("written");
-            assert_eq!(store(&path, "build 1").entries, [], "{damaged}");
+            let store = store(&path, "build 1");
+            assert_eq!(store.entries, [], "{damaged}");
+            assert_eq!(
+                store.warnings.is_empty(),
+                damaged.contains("\"version\": 2, \"entries\": []"),
+                "{damaged}: {:?}",
+                store.warnings
+            );
         }
     }
 
@@ -168,5 +181,6 @@ mod tests {
         let mut store = store(Path::new("/proc/none/tactics.json"), "build 1");
         store.remember("s", &NAMES, &[Timing::Took(1); 3]);
         store.save();
+        assert!(store.warnings[0].contains("set jit.cache_dir"), "{:?}", store.warnings);
     }
 }
