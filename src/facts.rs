@@ -7,8 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::backend::Isa;
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
+use crate::fault::{Action, Stage};
 use crate::host;
-use crate::select::environment::{Fact, Libraries};
+use crate::select::environment::{Fact, Gpu, Libraries};
 use crate::select::fingerprint::BuildFacts;
 use crate::select::{Environment, InstructionSet};
 use crate::world::World;
@@ -59,7 +60,7 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
     let gpu = if driver == Fact::Absent { Fact::Absent } else { Fact::Unknown };
     let mpi = Fact::Present(World::mpi_version());
     let variables = env.lockstep.iter().chain(&env.libraries).cloned().collect();
-    Ok(Environment {
+    let mut environment = Environment {
         host: Some(host),
         instruction_set: Fact::Present(instruction_set(isa)),
         gpu,
@@ -71,7 +72,25 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
             ("cores".to_owned(), env.available_parallelism.to_string()),
             ("ranks_on_host".to_owned(), world.local_size().to_string()),
         ]),
-    })
+    };
+    pretend(&mut environment, world.faults_at(Stage::Start));
+    Ok(environment)
+}
+
+/// What faults say that this rank has in place of what it has.
+fn pretend<'a>(environment: &mut Environment, faults: impl Iterator<Item = &'a Action>) {
+    for fault in faults {
+        match fault {
+            Action::Library(library, version) => {
+                *environment.libraries.get_mut(*library) = Fact::Present(version.clone());
+            }
+            Action::Gpu(compute_capability, name) => {
+                let (name, compute_capability) = (name.clone(), *compute_capability);
+                environment.gpu = Fact::Present(Gpu { name, uuid: None, compute_capability });
+            }
+            _ => {}
+        }
+    }
 }
 
 /// A backend's instruction set as selection knows it.

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
+use crate::select::environment::{ComputeCapability, Library};
+use crate::select::tactics::{MAX_TACTICS, Tactic};
 
 /// Where a fault may strike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +24,8 @@ pub enum Stage {
     Load,
     /// While kernels are compiled.
     Compile,
+    /// While tactics are timed.
+    Tune,
     /// Before a chunk is dispatched.
     Dispatch,
     /// Before a chunk's rows are computed.
@@ -57,6 +61,16 @@ pub enum Action {
     Drift,
     /// Buffers start filled with 0xFF bytes.
     Poison,
+    /// The rank finds this version of a library.
+    Library(Library, String),
+    /// The rank finds a GPU of this compute capability and name.
+    Gpu(ComputeCapability, String),
+    /// A tactic seems to take so many percent of its time.
+    TacticTime(Tactic, u64),
+    /// A tactic, or every one, can't run.
+    TacticFails(Option<Tactic>),
+    /// The rank takes this tactic, whatever all have chosen.
+    TakesTactic(Tactic),
 }
 
 /// One fault.
@@ -88,9 +102,10 @@ impl Classify for Injected {
 /// `LOCKSTEP_FAULT` can't be read.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
-    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, dispatch, experts, \
+    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, tune, dispatch, experts, \
      combine, write and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
-     host=NAME, drift, poison; correct or unset it"
+     host=NAME, library=NAME,VERSION, gpu=CAPABILITY,NAME, tactic_time=N,PERCENT, tactic_fails=N|all, tactic=N, drift, \
+     poison; correct or unset it"
 )]
 pub struct FaultError {
     text: String,
@@ -102,11 +117,12 @@ impl Classify for FaultError {
     }
 }
 
-const STAGES: [(&str, Stage); 8] = [
+const STAGES: [(&str, Stage); 9] = [
     ("init", Stage::Init),
     ("start", Stage::Start),
     ("load", Stage::Load),
     ("compile", Stage::Compile),
+    ("tune", Stage::Tune),
     ("dispatch", Stage::Dispatch),
     ("experts", Stage::Experts),
     ("combine", Stage::Combine),
@@ -145,6 +161,21 @@ fn action(text: &str) -> Option<Action> {
         Some(("delay", seconds)) => Action::Delay(Duration::from_millis(1000 * seconds.parse::<u64>().ok()?)),
         Some(("round_bytes", bytes)) => Action::RoundBytes(bytes.parse().ok()?),
         Some(("host", name)) => Action::Host(name.to_owned()),
+        Some(("library", library)) => {
+            let (name, version) = library.split_once(',')?;
+            Action::Library(Library::ALL.into_iter().find(|library| library.name() == name)?, version.to_owned())
+        }
+        Some(("gpu", gpu)) => {
+            let (capability, name) = gpu.split_once(',')?;
+            Action::Gpu(capability.parse().ok()?, name.to_owned())
+        }
+        Some(("tactic_time", changed)) => {
+            let (number, percent) = changed.split_once(',')?;
+            Action::TacticTime(tactic(number)?, percent.parse().ok()?)
+        }
+        Some(("tactic_fails", "all")) => Action::TacticFails(None),
+        Some(("tactic_fails", number)) => Action::TacticFails(Some(tactic(number)?)),
+        Some(("tactic", number)) => Action::TakesTactic(tactic(number)?),
         Some(_) => return None,
         None => match text {
             "panic" => Action::Panic,
@@ -158,6 +189,10 @@ fn action(text: &str) -> Option<Action> {
             _ => return None,
         },
     })
+}
+
+fn tactic(number: &str) -> Option<Tactic> {
+    number.parse().ok().filter(|idx| *idx < MAX_TACTICS).map(Tactic::new)
 }
 
 impl Faults {
@@ -196,7 +231,15 @@ impl Faults {
                 Action::Segv => raise(11),
                 Action::Hang => std::thread::sleep(Duration::from_secs(86_400)),
                 Action::Delay(time) => std::thread::sleep(*time),
-                Action::RoundBytes(_) | Action::Host(_) | Action::Drift | Action::Poison => {}
+                Action::RoundBytes(_)
+                | Action::Host(_)
+                | Action::Drift
+                | Action::Poison
+                | Action::Library(..)
+                | Action::Gpu(..)
+                | Action::TacticTime(..)
+                | Action::TacticFails(_)
+                | Action::TakesTactic(_) => {}
             }
         }
         Ok(())
@@ -219,6 +262,23 @@ mod tests {
         assert_eq!(faults.at(Rank(1), Stage::Dispatch).count(), 0);
         assert_eq!(faults.at(Rank(1), Stage::Load).collect::<Vec<_>>(), [&Action::Delay(Duration::from_secs(3))]);
         assert_eq!(faults.at(Rank(0), Stage::Start).collect::<Vec<_>>(), [&Action::Host("node=b".to_owned())]);
+        let settings: Faults = "0:start:library=nvrtc,13.0.88;0:start:gpu=9.0,NVIDIA H200;0:tune:tactic_time=1,95;\
+            0:tune:tactic_fails=2;0:tune:tactic_fails=all;0:tune:tactic=1"
+            .parse()
+            .unwrap();
+        let of = |stage| settings.at(Rank(0), stage).cloned().collect::<Vec<_>>();
+        let library = Action::Library(Library::Nvrtc, "13.0.88".to_owned());
+        let gpu = Action::Gpu(ComputeCapability::new(9, 0), "NVIDIA H200".to_owned());
+        assert_eq!(of(Stage::Start), [library, gpu]);
+        let [one, two] = [1, 2].map(Tactic::new);
+        let fails = [Action::TacticFails(Some(two)), Action::TacticFails(None)].to_vec();
+        assert_eq!(
+            of(Stage::Tune),
+            [vec![Action::TacticTime(one, 95)], fails, vec![Action::TakesTactic(one)]].concat()
+        );
+        for text in ["0:start:library=cudnn,1", "0:start:gpu=H200", "0:tune:tactic=8", "0:tune:tactic_time=1"] {
+            assert!(text.parse::<Faults>().is_err(), "{text:?}");
+        }
         for text in ["", "2", "2:dispatch", "x:dispatch:kill", "2:lunch:kill", "2:dispatch:dance", "2:load:delay=x"] {
             assert!(text.parse::<Faults>().is_err(), "{text:?}");
         }

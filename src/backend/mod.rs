@@ -12,6 +12,7 @@ use crate::checkpoint::tensors::{ExpertTensors, Projection};
 use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
+use crate::select::tactics::Tactic;
 use crate::select::{Identity, Quant};
 pub use simd::Isa;
 
@@ -39,6 +40,8 @@ pub struct ExpertBatch<'a> {
     pub row_token: &'a [u32],
     /// `[num_local_experts + 1]` where each expert's rows start.
     pub expert_offsets: &'a [usize],
+    /// How the work is laid out; one of [`Experts::tactics`].
+    pub tactic: Tactic,
 }
 
 impl ExpertBatch<'_> {
@@ -56,6 +59,8 @@ pub struct ForwardStats {
     pub fc2_input: QuantCounts,
     /// Rows computed by each identity that ran.
     pub rows_by_identity: Vec<(Identity, u64)>,
+    /// The name of the tactic that ran, of a backend that has several.
+    pub tactic: Option<&'static str>,
 }
 
 /// Experts packed for a backend.
@@ -67,6 +72,20 @@ pub trait Experts: Send + Sync {
     /// # Panics
     /// If the batch or `out` does not fit these experts, which is a bug of the caller.
     fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats;
+
+    /// The names of the tactics that a batch may ask for, by number: the first runs untuned, and more than one are timed
+    /// where tuning is on. The same on every rank, whatever experts it holds.
+    fn tactics(&self) -> &'static [&'static str] {
+        &["untuned"]
+    }
+
+    /// [`Experts::forward`] as tuning times it.
+    ///
+    /// # Errors
+    /// If the batch's tactic can't run on this rank: it is then dropped on all of them.
+    fn try_forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
+        Ok(self.forward(batch, out))
+    }
 
     /// Bytes the packed weights occupy.
     fn weight_bytes(&self) -> u64;

@@ -12,10 +12,12 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::backend::{BackendError, ExpertsSpec, Isa, build};
+use crate::backend::{BackendError, Experts, ExpertsSpec, Isa, build};
+use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
+use crate::select::tactics::TacticError;
 
 use super::failure::Failure;
 use super::output;
@@ -62,6 +64,9 @@ pub struct BenchArgs {
     /// Whether FC1's and FC2's inputs go through NVFP4.
     #[arg(long, value_enum, default_value = "bf16")]
     pub activations: BenchActivations,
+    /// Whether the backend's tactics are timed first, and the fastest is measured: off or on.
+    #[arg(long, value_name = "off|on", value_parser = tuning, default_value = "off")]
+    pub tuning: Tuning,
     /// Measurements of which the median is printed.
     #[arg(long, value_name = "N", default_value_t = 9)]
     pub repeats: usize,
@@ -127,6 +132,14 @@ pub enum BenchError {
     /// The backend refuses.
     #[error("cannot set up the expert computation")]
     Backend(#[from] BackendError),
+    /// No tactic can be chosen.
+    #[error(transparent)]
+    Tactics(#[from] TacticError),
+}
+
+/// The value of `--tuning`.
+fn tuning(text: &str) -> Result<Tuning, String> {
+    Tuning::from_name(text).ok_or_else(|| "give off or on".to_owned())
 }
 
 impl Classify for BenchError {
@@ -134,6 +147,7 @@ impl Classify for BenchError {
         match self {
             Self::Zero { .. } | Self::Width { .. } => Exit::BadInput,
             Self::Backend(error) => error.exit(),
+            Self::Tactics(error) => error.exit(),
         }
     }
 }
@@ -186,7 +200,10 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
     let mut implementation = String::new();
     for work in &mut works {
         // Fills caches, buffers and branch predictors; not counted.
-        implementation = work.run(&*experts);
+        implementation = work.run(&*experts)?;
+        if args.tuning == Tuning::On {
+            work.tune(&*experts)?;
+        }
     }
     let (mut read_gbyte_per_s, mut fma_gflops) = (0.0_f64, 0.0_f64);
     for _ in 0..args.repeats {
@@ -194,7 +211,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
         fma_gflops = fma_gflops.max(machine.fma_gflops());
         for work in &mut works {
             let start = Instant::now();
-            work.run(&*experts);
+            work.run(&*experts)?;
             work.times_us.push(start.elapsed().as_secs_f64() * 1e6);
         }
     }
@@ -211,8 +228,13 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
         weight_bytes: experts.weight_bytes(),
         read_gbyte_per_s,
         fma_gflops,
-        rows: works.into_iter().map(|work| ceilings.row(work.rows_per_expert, work.flops, work.times_us)).collect(),
+        rows: works.into_iter().map(|work| row(&ceilings, &*experts, work)).collect(),
     })
+}
+
+fn row(ceilings: &Ceilings, experts: &dyn Experts, work: Work) -> BenchRow {
+    let tactic = experts.tactics()[work.tactic.index()];
+    BenchRow { tactic, tactics_us: work.tactics_us, ..ceilings.row(work.rows_per_expert, work.flops, work.times_us) }
 }
 
 fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
@@ -273,6 +295,24 @@ mod tests {
             assert_eq!(json["rows"][1]["rows_per_expert"], 1);
             assert_eq!(json["activations"], mode);
         }
+    }
+
+    #[test]
+    fn tuning_times_every_tactic_and_keeps_one() {
+        let line = "--hidden 64 --intermediate 48 --experts 2 --rows-per-expert 3,1 --repeats 1";
+        let untuned = bench(line).unwrap();
+        assert!(untuned.rows.iter().all(|row| row.tactics_us.is_empty()));
+        let first = untuned.rows[0].tactic;
+        assert!(!untuned.to_string().contains("tactic"), "{untuned}");
+        let tuned = bench(&format!("{line} --tuning on")).unwrap();
+        for row in &tuned.rows {
+            let took = |name| row.tactics_us.iter().find(|(known, _)| *known == name).expect("it was timed").1;
+            assert!(row.tactics_us.len() > 1 && row.tactics_us.iter().all(|(_, us)| *us > 0.0), "{row:?}");
+            assert!(took(row.tactic) <= took(first), "{row:?}");
+        }
+        assert!(tuned.to_string().contains("tactic"), "{tuned}");
+        assert!(bench(&format!("{line} --tuning on --backend reference")).is_ok(), "a backend without a choice");
+        assert!(Line::try_parse_from(["bench", "--geometry", "kimi-k3", "--tuning", "yes"]).is_err());
     }
 
     #[test]

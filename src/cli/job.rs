@@ -8,7 +8,9 @@ use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
 use crate::layer::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions};
-use crate::report::{BytesReport, Decided, DecidedLayer, LayerOutcome, RankReport, RunReport, StepReport};
+use crate::report::{
+    BytesReport, Decided, DecidedLayer, DecidedTactic, LayerOutcome, RankReport, RunReport, StepReport,
+};
 use crate::routing::{RoutingError, TopK};
 use crate::select::Environment;
 use crate::world::{Refusal, World};
@@ -408,6 +410,7 @@ fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
         has_latent: session.geometry().latent.is_some(),
         buffers: *session.buffers(),
         layers: session.layers().iter().map(layer).collect(),
+        tactics: session.tactics().iter().map(DecidedTactic::from).collect(),
     }
 }
 

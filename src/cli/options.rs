@@ -143,6 +143,9 @@ pub struct DeploymentArgs {
     /// One summation order whatever the number of rows and chunks.
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub batch_invariant: Option<String>,
+    /// Whether kernels' tactics are timed first, over all ranks: off or on.
+    #[arg(long, value_name = "off|on")]
+    pub tuning: Option<String>,
     /// What carries tokens: auto, host or nccl.
     #[arg(long, value_name = "TRANSPORT")]
     pub transport: Option<String>,
@@ -186,7 +189,7 @@ impl DeploymentArgs {
     /// What the command line sets, in the order in which it is applied: `--set` first, then the options of one key.
     #[must_use]
     pub fn overrides(&self) -> Vec<Override> {
-        let of_options: [(&str, &str, &Option<String>); 12] = [
+        let of_options: [(&str, &str, &Option<String>); 13] = [
             ("moe.backend", "--backend", &self.backend),
             ("moe.implementation", "--implementation", &self.implementation),
             ("moe.allow_fallback", "--allow-fallback", &self.allow_fallback),
@@ -194,6 +197,7 @@ impl DeploymentArgs {
             ("moe.activation", "--activation", &self.activation),
             ("moe.combine", "--combine", &self.combine),
             ("moe.batch_invariant", "--batch-invariant", &self.batch_invariant),
+            ("moe.tuning", "--tuning", &self.tuning),
             ("dispatch.transport", "--transport", &self.transport),
             ("dispatch.payload", "--payload", &self.payload),
             ("dispatch.combine_dtype", "--combine-dtype", &self.combine_dtype),

@@ -190,8 +190,8 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
 /// Compared before anything is decided from it.
 pub(super) const START: Topic = Topic {
     about: "what they were asked for",
-    cure: "Give every rank the same build, deployment file, options and LOCKSTEP_* variables; mpirun passes a variable on \
-           to other hosts only with -x NAME.",
+    cure: "Give every rank the same build, libraries, deployment file, options and LOCKSTEP_* variables; mpirun passes a \
+           variable on to other hosts only with -x NAME.",
 };
 
 /// Keys that are each rank's own business.

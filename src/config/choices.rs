@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use super::{Activations, BackendFamily, CacheLayout, Combine, CombineDtype, Device, LogFormat, Payload, Transport};
+use super::{
+    Activations, BackendFamily, CacheLayout, Combine, CombineDtype, Device, LogFormat, Payload, Transport, Tuning,
+};
 
 /// A key's value that is one of a few words.
 pub trait Choice: Copy + PartialEq + 'static {
@@ -62,6 +64,7 @@ choices! {
         "auto" => Auto, "cpu" => Cpu, "reference" => Reference, "simd" => Simd, "mma_sync" => MmaSync, "wgmma" => Wgmma,
     }
     Activations { "checkpoint" => Checkpoint, "bf16" => Bf16, "quantised" => Quantised }
+    Tuning { "off" => Off, "on" => On }
     Combine { "auto" => Auto, "slot" => Slot, "rank" => Rank }
     Transport { "auto" => Auto, "host" => Host, "nccl" => Nccl }
     Payload { "auto" => Auto, "f32" => F32, "bf16" => Bf16, "nvfp4" => Nvfp4 }

@@ -6,7 +6,7 @@
 use super::scalar::{Scalar, ScalarError};
 use super::{
     Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, Deployment, Device, Dispatch, Jit,
-    Links, Log, LogFormat, Moe, Payload, Timeouts, Transport,
+    Links, Log, LogFormat, Moe, Payload, Timeouts, Transport, Tuning,
 };
 use crate::near::{nearest, normalised};
 use crate::numerics::activation::Activation;
@@ -80,6 +80,7 @@ impl Default for Deployment {
                 activation: None,
                 combine: Combine::Auto,
                 batch_invariant: false,
+                tuning: Tuning::Off,
             },
             dispatch: Dispatch {
                 transport: Transport::Auto,
@@ -135,6 +136,7 @@ keys! {
     "moe.activation": moe.activation = |s| s.activation(), |v| quoted(&activation(*v));
     "moe.combine": moe.combine = |s| s.choice(), |v| v.name().to_owned();
     "moe.batch_invariant": moe.batch_invariant = |s| s.boolean(), |v| v.to_string();
+    "moe.tuning": moe.tuning = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.transport": dispatch.transport = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.payload": dispatch.payload = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.num_max_tokens_per_rank": dispatch.num_max_tokens_per_rank = |s| s.count(1), |v| v.to_string();

@@ -102,6 +102,8 @@ pub struct Moe {
     pub combine: Combine,
     /// One order over K for every row count and chunking (always so on CPUs).
     pub batch_invariant: bool,
+    /// Whether kernels' tactics are timed when a session opens, and the fastest over all ranks runs.
+    pub tuning: Tuning,
 }
 
 /// Families of `backend:`.
@@ -141,6 +143,15 @@ pub enum Combine {
     Slot,
     /// At the experts' rank: fewer bytes.
     Rank,
+}
+
+/// Whether tactics are timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tuning {
+    /// Each implementation's first tactic runs.
+    Off,
+    /// When a session opens.
+    On,
 }
 
 /// How tokens travel.

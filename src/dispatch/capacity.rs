@@ -73,6 +73,8 @@ pub struct Chunks {
     pub num_chunks: usize,
     /// Tokens of a rank in a chunk, at most.
     pub chunk_tokens: usize,
+    /// Tokens of all ranks in the first chunk, which is the fullest.
+    pub first_chunk_tokens: usize,
 }
 
 impl Chunks {
@@ -111,17 +113,22 @@ impl Capacity {
     pub fn chunks(&self, num_tokens: &[usize]) -> Result<Chunks, CapacityError> {
         let (rank, most) =
             num_tokens.iter().enumerate().fold((0, 0), |best, (rank, &n)| if n > best.1 { (rank, n) } else { best });
+        let cut = |num_chunks, chunk_tokens| Chunks {
+            num_chunks,
+            chunk_tokens,
+            first_chunk_tokens: num_tokens.iter().map(|n| (*n).min(chunk_tokens)).sum(),
+        };
         match self.chunk_tokens {
             Some(chunk_tokens) => {
                 let chunk_tokens = chunk_tokens.max(1);
-                Ok(Chunks { num_chunks: most.div_ceil(chunk_tokens).max(1), chunk_tokens })
+                Ok(cut(most.div_ceil(chunk_tokens).max(1), chunk_tokens))
             }
             None if most > self.num_max_tokens_per_rank => Err(CapacityError::TooManyTokens {
                 rank: Rank::from_index(rank),
                 num_tokens: most,
                 limit: self.num_max_tokens_per_rank,
             }),
-            None => Ok(Chunks { num_chunks: 1, chunk_tokens: most.max(1) }),
+            None => Ok(cut(1, most.max(1))),
         }
     }
 }

@@ -7,6 +7,7 @@ pub mod plan;
 mod selected;
 mod session;
 mod stats;
+pub mod tune;
 
 use std::path::PathBuf;
 
@@ -22,6 +23,7 @@ use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::numerics::nvfp4;
 use crate::routing::{RoutingError, TopK};
+use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
@@ -122,6 +124,8 @@ pub struct MoeLayer {
     input_scale: Option<f32>,
     transport: HostTransport,
     weight_bytes: u64,
+    /// What all ranks run, by rows of an expert.
+    tactics: [Tactic; RowBucket::NUM],
 }
 
 /// What a step computes on.
@@ -228,6 +232,9 @@ impl MoeLayer {
         let sizes = stats.times.dispatch(|| exchange_sizes(world, tag, num_tokens, capacity));
         let chunks = sizes.map_err(|error| world.refuse(error))?;
         stats.num_chunks = chunks.num_chunks as u64;
+        // From every rank's tokens, so that all ranks run the same: a rank's own rows are no ground.
+        let rows = RowBucket::of(chunks.first_chunk_tokens * topk.num_topk, self.geometry.num_experts);
+        let tactic = self.tactics[rows.index()];
         let mut out = vec![0f32; num_tokens * hidden];
         for chunk in 0..chunks.num_chunks {
             let tokens = chunks.tokens(chunk, num_tokens);
@@ -240,7 +247,7 @@ impl MoeLayer {
             stats.count_dispatch(&handle);
             world.fault(Stage::Experts)?;
             let poison = world.has_fault(Stage::Experts, &Action::Poison);
-            let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, poison));
+            let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, (tactic, poison)));
             let (rows, forward, fc1_input) = rows;
             stats.count_forward(forward, fc1_input);
             world.fault(Stage::Combine)?;
@@ -256,7 +263,7 @@ impl MoeLayer {
         &self,
         tokens: &mut [f32],
         plan: &ComputePlan,
-        poison: bool,
+        (tactic, poison): (Tactic, bool),
     ) -> (Vec<f32>, ForwardStats, nvfp4::QuantCounts) {
         let hidden = self.geometry.expert_hidden;
         let mut fc1_input = nvfp4::QuantCounts::default();
@@ -271,6 +278,7 @@ impl MoeLayer {
             token_scale: self.input_scale.unwrap_or(1.0),
             row_token: &plan.row_token,
             expert_offsets: &plan.expert_offsets,
+            tactic,
         };
         // A poisoned buffer shows whether every value is written: all bits set is a NaN.
         let stale = if poison { f32::from_bits(u32::MAX) } else { 0.0 };

@@ -3,6 +3,7 @@
 use crate::backend::{ExpertBatch, Experts, ForwardStats, Linear};
 use crate::numerics::nvfp4::{self, QuantCounts};
 use crate::routing::{self, RoutingError, RoutingMethod, TopK};
+use crate::select::tactics::Tactic;
 
 /// What of a layer is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,6 +121,8 @@ impl Shared {
             token_scale: self.input_scale.unwrap_or(1.0),
             row_token: &row_token,
             expert_offsets: &[0, num_tokens],
+            // Its rows are this rank's own tokens: their number is no ground for a choice that all ranks share.
+            tactic: Tactic::UNTUNED,
         };
         let stats = self.experts.forward(&batch, &mut rows);
         (rows, stats, counts)

@@ -13,6 +13,7 @@ use crate::world::{Group, World};
 use super::agreement::{self, Topic};
 use super::plan::LayerPlan;
 use super::session::{SessionOptions, payload_form, row_form};
+use super::tune::TacticTable;
 use super::{LayerError, MoeLayer};
 use crate::model::MoeGeometry;
 
@@ -24,6 +25,12 @@ pub(crate) const PLAN: Topic =
 pub(crate) const SESSION: Topic = Topic {
     about: "what they have loaded",
     cure: "Give every rank the same build and checkpoint; a copy on one host may be stale.",
+};
+
+/// Compared once more where tactics were tuned: a rank that ran another one would be found nowhere else.
+const TUNED: Topic = Topic {
+    about: "the tactics that they chose from the same timings",
+    cure: "Give every rank the same build; with moe.tuning: off nothing is chosen from timings.",
 };
 
 /// What a rank brings to the selection: the question, which is the same on all, and its own environment.
@@ -101,20 +108,45 @@ impl Selected {
         Ok(self.selection.layer(layer).ok_or(crate::select::FormatError::NotSelected { layer, found })?)
     }
 
-    /// Compares what was loaded: scales by their bits; collective.
+    /// Compares what was loaded, scales by their bits, and returns it; collective.
     ///
     /// # Errors
     /// The same on all ranks: if they differ.
-    pub fn agree_on_loaded(&self, world: &World, layers: &[MoeLayer]) -> Result<Fingerprint, LayerError> {
+    pub fn agree_on_loaded(&self, world: &World, layers: &[MoeLayer]) -> Result<Loaded, LayerError> {
         let mut fields = self.fields.clone();
         layers.iter().for_each(|layer| add_loaded(&mut fields, layer));
-        let fingerprint = agreement::agree_on(world, SESSION, fields.finish())?;
+        let fingerprint = agreement::agree_on(world, SESSION, fields.clone().finish())?;
+        Ok(Loaded { fields, fingerprint })
+    }
+
+    /// Compares the tactics beside what was loaded, where any were tuned; collective. The fingerprint of the session.
+    ///
+    /// # Errors
+    /// The same on all ranks: if they differ.
+    pub fn agree_on_tactics(
+        &self,
+        world: &World,
+        Loaded { mut fields, mut fingerprint }: Loaded,
+        tactics: &TacticTable,
+    ) -> Result<Fingerprint, LayerError> {
+        if !tactics.0.is_empty() {
+            for tuned in &tactics.0 {
+                fields.tactic(&tuned.shape.with_rows(tuned.rows), tuned.tactic());
+            }
+            fingerprint = agreement::agree_on(world, TUNED, fields.finish())?;
+        }
         if world.is_root() {
             tracing::info!(selection = %self.fingerprint.digest(), session = %fingerprint.digest(), "all ranks agree");
             fingerprint.listing().lines().for_each(|line| tracing::debug!("agreed: {line}"));
         }
         Ok(fingerprint)
     }
+}
+
+/// What all ranks have loaded alike.
+pub(super) struct Loaded {
+    fields: SessionBuilder,
+    fingerprint: Fingerprint,
 }
 
 /// Everything that has to be alike before weights are read.

@@ -17,12 +17,14 @@ use crate::fault::Stage;
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
+use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{self, Digest, Environment, LayerDecision, Selection, TokenForm};
 use crate::world::{Phase, World};
 
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
 use super::selected::{self, Selected};
+use super::tune::{self, TacticTable, Tuned};
 use super::{LayerError, MoeLayer, Part};
 
 /// What a session is built from.
@@ -62,6 +64,7 @@ pub struct Session {
     buffers: BufferPlan,
     selected: Selected,
     session: Digest,
+    tactics: TacticTable,
     bytes_read: BytesRead,
     step_limit: Duration,
 }
@@ -84,8 +87,11 @@ impl Session {
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
         let backends = world.agree(build_backends(world, &selected, options.num_threads))?;
-        let layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
-        let session = selected.agree_on_loaded(world, &layers)?.digest();
+        let mut layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
+        let loaded = selected.agree_on_loaded(world, &layers)?;
+        let tactics = tune::tune(world, options, &layers)?;
+        layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
+        let session = selected.agree_on_tactics(world, loaded, &tactics)?.digest();
         Ok(Self {
             layers,
             geometry,
@@ -93,6 +99,7 @@ impl Session {
             buffers,
             selected,
             session,
+            tactics,
             bytes_read: checkpoint.bytes_read(),
             step_limit: Duration::from_secs(deployment.timeouts.step_s),
         })
@@ -132,6 +139,12 @@ impl Session {
     #[must_use]
     pub fn digests(&self) -> (Digest, Digest) {
         (self.selected.fingerprint.digest(), self.session)
+    }
+
+    /// The tactics that all ranks have chosen; empty where nothing was tuned.
+    #[must_use]
+    pub fn tactics(&self) -> &[Tuned] {
+        &self.tactics.0
     }
 
     /// The technique of the first layer, and the instruction set that all ranks use for it.
@@ -292,6 +305,7 @@ fn load_layers(
             input_scale,
             transport,
             weight_bytes,
+            tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });
     }
     Ok(layers)

@@ -16,6 +16,8 @@ pub struct LayerStats {
     pub routed_rows: Vec<(Identity, u64)>,
     /// Rows through the shared experts.
     pub shared_rows: Vec<(Identity, u64)>,
+    /// Batches that each tactic computed, of a backend that has several.
+    pub tactic_calls: Vec<(&'static str, u64)>,
     /// `[num_local_experts]` rows of each expert of this rank.
     pub rows_per_expert: Vec<u64>,
     /// Block scales of FC1's quantised input, as received (or sent, where tokens travel quantised).
@@ -49,20 +51,25 @@ impl LayerStats {
     pub(super) fn count_forward(&mut self, forward: ForwardStats, fc1_input: QuantCounts) {
         self.fc1_input += fc1_input;
         self.fc2_input += forward.fc2_input;
-        add_rows(&mut self.routed_rows, &forward.rows_by_identity);
+        add_counts(&mut self.routed_rows, &forward.rows_by_identity);
+        // A batch without rows launches nothing.
+        if let Some(tactic) = forward.tactic.filter(|_| !forward.rows_by_identity.is_empty()) {
+            add_counts(&mut self.tactic_calls, &[(tactic, 1)]);
+        }
     }
 
     pub(super) fn count_shared(&mut self, forward: &ForwardStats, fc1_input: QuantCounts) {
         self.fc1_input += fc1_input;
         self.fc2_input += forward.fc2_input;
-        add_rows(&mut self.shared_rows, &forward.rows_by_identity);
+        add_counts(&mut self.shared_rows, &forward.rows_by_identity);
     }
 
     /// Adds another call's counts of the same layer.
     pub fn add(&mut self, other: &Self) {
         self.num_calls += other.num_calls;
-        add_rows(&mut self.routed_rows, &other.routed_rows);
-        add_rows(&mut self.shared_rows, &other.shared_rows);
+        add_counts(&mut self.routed_rows, &other.routed_rows);
+        add_counts(&mut self.shared_rows, &other.shared_rows);
+        add_counts(&mut self.tactic_calls, &other.tactic_calls);
         self.rows_per_expert.resize(other.rows_per_expert.len(), 0);
         self.rows_per_expert.iter_mut().zip(&other.rows_per_expert).for_each(|(sum, rows)| *sum += rows);
         self.fc1_input += other.fc1_input;
@@ -74,11 +81,12 @@ impl LayerStats {
     }
 }
 
-fn add_rows(sums: &mut Vec<(Identity, u64)>, rows: &[(Identity, u64)]) {
-    for (identity, count) in rows {
-        match sums.iter_mut().find(|(known, _)| known == identity) {
+/// Adds counts by what they count.
+fn add_counts<T: Copy + PartialEq>(sums: &mut Vec<(T, u64)>, counts: &[(T, u64)]) {
+    for (counted, count) in counts {
+        match sums.iter_mut().find(|(known, _)| known == counted) {
             Some((_, sum)) => *sum += count,
-            None => sums.push((*identity, *count)),
+            None => sums.push((*counted, *count)),
         }
     }
 }

@@ -1,8 +1,12 @@
 //! What a run did, as data: counted on every rank, joined on rank 0, written as JSON or shown as a table.
 
 mod table;
+mod tactics;
 
 pub use table::{new_table, time};
+pub use tactics::DecidedTactic;
+
+use tactics::check_tactics;
 
 use serde::{Deserialize, Serialize};
 
@@ -83,6 +87,8 @@ pub struct RankLayer {
     pub rows_per_expert: Vec<u64>,
     /// Chunks of the dispatch.
     pub chunks: u64,
+    /// Batches that each tactic computed, of a backend that has several.
+    pub tactics: Vec<(String, u64)>,
     /// FC1's quantised input.
     pub fc1_input: QuantReport,
     /// FC2's quantised input.
@@ -142,6 +148,7 @@ impl RankReport {
             first_expert,
             rows_per_expert: stats.rows_per_expert.clone(),
             chunks: stats.num_chunks,
+            tactics: stats.tactic_calls.iter().map(|(name, calls)| ((*name).to_owned(), *calls)).collect(),
             fc1_input: stats.fc1_input.into(),
             fc2_input: stats.fc2_input.into(),
             slots: outcome.num_slots,
@@ -188,6 +195,8 @@ pub struct Decided {
     pub buffers: BufferPlan,
     /// Each layer.
     pub layers: Vec<DecidedLayer>,
+    /// The tactics that all ranks run, where they were tuned.
+    pub tactics: Vec<DecidedTactic>,
 }
 
 /// What was decided for a layer.
@@ -297,7 +306,10 @@ impl RunReport {
     pub fn join(decided: Decided, ranks: Vec<RankReport>, steps: StepReport) -> Self {
         let layers = decided.layers.iter().map(|layer| join_layer(layer, &ranks)).collect();
         let phases = join_phases(&ranks);
-        let checks = vec![check_rows(&ranks), check_finite(&ranks), check_identities(&decided, &ranks)];
+        let mut checks = vec![check_rows(&ranks), check_finite(&ranks), check_identities(&decided, &ranks)];
+        if !decided.tactics.is_empty() {
+            checks.push(check_tactics(&decided, &ranks));
+        }
         let world = WorldReport { num_ranks: ranks.len() };
         Self { version: 1, decided, world, ranks, layers, phases, steps, checks }
     }
@@ -308,12 +320,16 @@ impl RunReport {
         self.checks.iter().all(|check| check.pass)
     }
 
+    fn ran_as_agreed(&self) -> bool {
+        check_identities(&self.decided, &self.ranks).pass && check_tactics(&self.decided, &self.ranks).pass
+    }
+
     /// What a run with this report ends with: ranks that ran something else than agreed have no result to speak of.
     #[must_use]
     pub fn exit(&self) -> Exit {
         match self.passes() {
             true => Exit::Fine,
-            false if check_identities(&self.decided, &self.ranks).pass => Exit::WrongResult,
+            false if self.ran_as_agreed() => Exit::WrongResult,
             false => Exit::Disagreement,
         }
     }
@@ -393,15 +409,25 @@ fn agreed(decided: &Decided) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// A run of layer 3, agreed to be `simd` with bf16 experts beside, in which rank 0 launched these.
     fn report(launched: &[&str]) -> RunReport {
+        report_with(launched, &[], Vec::new())
+    }
+
+    /// The same with the tactics that were chosen, and those that ran.
+    pub(super) fn report_with(launched: &[&str], ran: &[&str], tactics: Vec<DecidedTactic>) -> RunReport {
+        let quant = serde_json::json!({"num_blocks": 0, "num_saturated": 0, "num_zeroed": 0});
         let decided = serde_json::json!({
             "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
-            "dispatch_bytes_sent": 0, "step_collectives": 0, "layers": [], "phases": [],
+            "dispatch_bytes_sent": 0, "step_collectives": 0, "phases": [],
+            "layers": [{
+                "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "fc1_input": quant, "fc2_input": quant,
+                "slots": 1, "num_not_finite": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
+            }],
             "launches": launched.iter().map(|identity| serde_json::json!({
                 "layer": 3, "part": "routed", "identity": identity, "rows": 1, "calls": 1,
             })).collect::<Vec<_>>(),
@@ -428,6 +454,7 @@ mod tests {
             has_latent: false,
             buffers: BufferPlan::default(),
             layers: vec![layer],
+            tactics,
         };
         RunReport::join(decided, vec![rank], StepReport::new(vec![1.0]))
     }

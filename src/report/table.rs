@@ -5,6 +5,7 @@ use std::fmt;
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use super::RunReport;
+use crate::layer::tune::TimedBy;
 
 impl fmt::Display for RunReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -17,6 +18,9 @@ impl fmt::Display for RunReport {
         writeln!(f, "all ranks agreed on selection {} (`lockstep resolve` prints the same)", decided.selection)?;
         writeln!(f, "              and session   {} (-v lists every field of it)", decided.session)?;
         writeln!(f, "\n{}\n\n{}", layers(self), ranks(self))?;
+        if !decided.tactics.is_empty() {
+            writeln!(f, "\n{}", tactics(self))?;
+        }
         writeln!(f, "\n{}", phases(self))?;
         writeln!(
             f,
@@ -95,6 +99,35 @@ fn ranks(report: &RunReport) -> Table {
         ]);
     }
     align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    table
+}
+
+/// Shapes and their tactics, with what the chosen one and the untuned one take on the slowest rank.
+fn tactics(report: &RunReport) -> Table {
+    let mut table =
+        new_table(&["tuned", "layers", "rows/expert ≤", "tactic", "slowest rank", "untuned", "dropped", "timed"]);
+    for tuned in &report.decided.tactics {
+        let us = |name: &str| {
+            let took = tuned.slowest_us.iter().find(|(known, _)| *known == name);
+            took.and_then(|(_, us)| *us).map_or_else(|| "-".to_owned(), time)
+        };
+        let untuned = tuned.slowest_us.first().map_or("", |(name, _)| name);
+        table.add_row(vec![
+            tuned.shape.clone(),
+            tuned.layers.len().to_string(),
+            tuned.rows.to_string(),
+            tuned.tactic.to_owned(),
+            us(tuned.tactic),
+            us(untuned),
+            tuned.dropped.len().to_string(),
+            match tuned.timed_by {
+                TimedBy::ThisSession => "now",
+                TimedBy::AnEarlierSession => "before",
+            }
+            .to_owned(),
+        ]);
+    }
+    align_right(&mut table, &[1, 2, 4, 5, 6]);
     table
 }
 

@@ -20,6 +20,7 @@ mod refusal;
 pub mod registry;
 mod request;
 mod resolve;
+pub mod tactics;
 #[cfg(test)]
 pub(crate) mod tests;
 

@@ -259,6 +259,11 @@ impl World {
         self.faults.at(self.rank, stage).any(|fault| fault == action)
     }
 
+    /// What `LOCKSTEP_FAULT` has for this rank and `stage`.
+    pub fn faults_at(&self, stage: Stage) -> impl Iterator<Item = &Action> {
+        self.faults.at(self.rank, stage)
+    }
+
     /// What this rank has moved so far.
     #[must_use]
     pub fn exchanged(&self) -> Exchanged {

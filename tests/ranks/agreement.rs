@@ -95,6 +95,7 @@ fn e2_a_setting_that_reached_one_rank() {
         ("LOCKSTEP_COMBINE_DTYPE", "bf16", "dispatch.combine_dtype", "auto"),
         ("LOCKSTEP_ACTIVATIONS", "bf16", "moe.activations", "checkpoint"),
         ("LOCKSTEP_STEP_S", "30", "timeouts.step_s", "60"),
+        ("LOCKSTEP_TUNING", "on", "moe.tuning", "off"),
     ] {
         let sides = [format!("{key}: {value} on rank 0, {other} on rank 1"), "mpirun passes a variable on".to_owned()];
         disagrees(&set.run(2).env_of(0, variable, value), &[&sides[0], &sides[1]]);
@@ -273,6 +274,49 @@ fn hazard_10_a_variable_that_reached_one_host() {
     let set = Set::new();
     let job = set.run(2).env_of(1, "NCCL_ALGO", "Ring");
     disagrees(&job, &["variables.NCCL_ALGO: not there on rank 0, Ring on rank 1"]);
+}
+
+/// A rank that finds another version, of what makes code or talks to its like, is not like the others.
+#[test]
+fn hazard_11_versions_that_change_numbers() {
+    let set = Set::new();
+    for (all, one, field, value, other) in [
+        ("library=nvrtc,13.0.88", "library=nvrtc,13.1.80", "versions.nvrtc", "13.0.88", "13.1.80"),
+        ("library=nccl,2.28.3", "library=nccl,2.27.7", "versions.nccl", "2.28.3", "2.27.7"),
+        ("gpu=9.0,NVIDIA H200", "gpu=10.3,NVIDIA GB300", "versions.compute_capability", "9.0", "10.3"),
+    ] {
+        let job = set.run(3).env("LOCKSTEP_FAULT", &format!("*:start:{all};1:start:{one}"));
+        let sides = format!("{field}: {value} on ranks 0, 2, {other} on rank 1");
+        disagrees(&job, &[&sides, "the same build, libraries"]);
+    }
+    let job = set.run(2).env("LOCKSTEP_FAULT", "1:start:library=nvrtc,13.0.88");
+    disagrees(&job, &["versions.nvrtc: unknown on rank 0, 13.0.88 on rank 1"]);
+    assert!(!set.output.exists(), "a run of ranks that differ has written an output");
+}
+
+/// The driver loads finished code, MPI was matched by its launcher, and a model's name computes nothing: said once, and on.
+#[test]
+fn hazard_11_versions_that_change_no_numbers() {
+    let set = Set::new();
+    let all = "*:start:gpu=9.0,NVIDIA H200;*:start:library=driver,580.95.05";
+    let one = "1:start:gpu=9.0,NVIDIA H100;1:start:library=driver,570.86.10;1:start:library=mpi,Open MPI v4.1.5";
+    let alike = set.report(&set.run(3).env("LOCKSTEP_FAULT", all));
+    let bits = set.sha256();
+    let job = set.run(3).env("LOCKSTEP_FAULT", &format!("{all};{one}"));
+    let outcome = job.run().expect_code(0);
+    for line in [
+        "compared.gpu: NVIDIA H200 on ranks 0, 2, NVIDIA H100 on rank 1",
+        "compared.driver: 580.95.05 on ranks 0, 2, 570.86.10 on rank 1",
+        "Open MPI v4.1.5 on rank 1",
+    ] {
+        assert_eq!(outcome.stderr.matches(line).count(), 1, "{line}: {}", outcome.printed());
+    }
+    assert_eq!(outcome.stderr.matches("differ where they may").count(), 1, "{}", outcome.printed());
+    let report = Report::read(&set.report);
+    for digest in ["/decided/selection", "/decided/session"] {
+        assert_eq!(alike.at(digest), report.at(digest), "{digest}: what changes no number is no part of it");
+    }
+    assert_eq!(set.sha256(), bits);
 }
 
 /// What differs by nature changes neither the outcome nor a digest.

@@ -1,7 +1,8 @@
 //! The runtime as its users meet it: the binary under `mpirun`, with the right answers known beforehand.
 //!
 //! Needs Open MPI. `cases` holds one test for each reduced case of other systems' faults, under the case's letter and
-//! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
+//! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
+//! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory.
 
 mod agreement;
@@ -13,4 +14,5 @@ mod fixtures;
 mod inspect;
 mod loading;
 mod support;
+mod tuning;
 mod verdicts;

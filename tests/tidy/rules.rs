@@ -19,7 +19,7 @@ const DOORS: &[Door] = &[
     Door {
         rule: "files",
         words: &["std::fs", "fs::File", "OpenOptions", "tempfile", "NamedTempFile"],
-        keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/options.rs"],
+        keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/options.rs", "src/layer/tune/store.rs"],
     },
     Door { rule: "environment", words: &["std::env", "env::var", "env::vars"], keepers: &["src/env.rs"] },
     Door {

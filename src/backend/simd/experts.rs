@@ -8,7 +8,7 @@ use super::gemm::{MAX_PANELS, Scratch};
 use super::kernels::{LANES, Lane, Panel, RowBlocks, ScaledActivation};
 use super::linear::{SCRATCH, Scaled};
 use super::pack::PackedMatrix;
-use super::plan::{self, MAX_UNIT_ROWS, MAX_WAVE_ROWS, Task, Unit};
+use super::plan::{self, CUTS, Cut, MAX_UNIT_ROWS, MAX_WAVE_ROWS, Task, Unit};
 use super::rows::{Source, deal, gather, unit_blocks};
 use super::{Shared, TECHNIQUE};
 use crate::backend::checks::{self, add_counts};
@@ -69,7 +69,8 @@ struct Group {
 impl Experts for Group {
     fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats {
         checks::batch(&self.spec, self.experts.len(), batch, out);
-        let mut stats = ForwardStats::default();
+        let (cut, name) = (CUTS[batch.tactic.index()], plan::NAMES[batch.tactic.index()]);
+        let mut stats = ForwardStats { tactic: Some(name), ..ForwardStats::default() };
         checks::count_rows(&mut stats, batch, |expert| self.experts[expert].identity);
         self.shared.pool.install(|| {
             self.shared.workspace.lend(|buffers| {
@@ -83,12 +84,16 @@ impl Experts for Group {
                     let tokens =
                         Source { values: batch.tokens, width: self.spec.hidden, row_of: Some(batch.row_token) };
                     gather(tokens, &units, input);
-                    add_counts(&mut stats.fc2_input, self.fc1(&units, batch.token_scale, input, inner));
-                    self.fc2(&units, inner, wave_out);
+                    add_counts(&mut stats.fc2_input, self.fc1(cut, &units, batch.token_scale, (input, inner)));
+                    self.fc2(cut, &units, inner, wave_out);
                 }
             });
         });
         stats
+    }
+
+    fn tactics(&self) -> &'static [&'static str] {
+        &plan::NAMES
     }
 
     fn weight_bytes(&self) -> u64 {
@@ -106,11 +111,11 @@ impl Experts for Group {
 
 impl Group {
     /// `inner[unit, panel, row]`: the activation of gate and up, through NVFP4 where activations are quantised.
-    fn fc1(&self, units: &[Unit], token_scale: f32, input: &[Lane], inner: &mut [Lane]) -> QuantCounts {
+    fn fc1(&self, cut: Cut, units: &[Unit], token_scale: f32, (input, inner): (&[Lane], &mut [Lane])) -> QuantCounts {
         let inputs = unit_blocks(units, self.spec.hidden / LANES, input);
         let mut rest = inner;
         let mut work = Vec::new();
-        for task in plan::tasks(units, self.spec.intermediate / LANES, self.shared.num_threads) {
+        for task in plan::tasks(cut, units, self.spec.intermediate / LANES, self.shared.num_threads) {
             let (part, tail) = rest.split_at_mut(task.panels.len() * units[task.unit].num_rows);
             rest = tail;
             work.push((task, part));
@@ -119,7 +124,7 @@ impl Group {
             .with_max_len(1)
             .map(|(task, inner)| {
                 let expert = &self.experts[units[task.unit].expert];
-                self.fc1_task(expert, token_scale, &task, inputs[task.unit], inner)
+                self.fc1_task((expert, token_scale), cut, &task, inputs[task.unit], inner)
             })
             .reduce(QuantCounts::default, |mut total, counts| {
                 add_counts(&mut total, counts);
@@ -129,8 +134,8 @@ impl Group {
 
     fn fc1_task(
         &self,
-        expert: &PackedExpert,
-        token_scale: f32,
+        (expert, token_scale): (&PackedExpert, f32),
+        cut: Cut,
         task: &Task,
         rows: RowBlocks<'_>,
         inner: &mut [Lane],
@@ -148,7 +153,7 @@ impl Group {
                 let gate_panels = first..task.panels.end.min(first + GATE_PANELS);
                 let mut panels: Vec<Panel<'_>> = gate_panels.clone().map(|panel| expert.gate.panel(panel)).collect();
                 panels.extend(gate_panels.map(|panel| expert.up.panel(panel)));
-                let sums = scratch.products(kernels, &panels, rows);
+                let sums = scratch.products(kernels, cut.chunks, &panels, rows);
                 let (gate, up) = sums.split_at_mut(sums.len() / 2);
                 kernels.activate(&scaled, gate, up);
                 match self.input_scale(expert) {
@@ -161,14 +166,14 @@ impl Group {
     }
 
     /// `out[row]`: the sums over FC1's values, times the scales that they left out.
-    fn fc2(&self, units: &[Unit], inner: &[Lane], out: &mut [f32]) {
+    fn fc2(&self, cut: Cut, units: &[Unit], inner: &[Lane], out: &mut [f32]) {
         let inputs = unit_blocks(units, self.spec.intermediate / LANES, inner);
-        let tasks = plan::tasks(units, self.spec.hidden / LANES, self.shared.num_threads);
+        let tasks = plan::tasks(cut, units, self.spec.hidden / LANES, self.shared.num_threads);
         deal(units, tasks, self.spec.hidden, out).into_par_iter().with_max_len(1).for_each(|mut out| {
             let unit = out.task.unit;
             let expert = &self.experts[units[unit].expert];
             let scale = self.input_scale(expert).unwrap_or(1.0) * expert.down.global_scale;
-            Scaled { matrix: &expert.down, scale }.run(&self.shared, inputs[unit], &mut out);
+            Scaled { matrix: &expert.down, scale }.run(&self.shared, cut.chunks, inputs[unit], &mut out);
         });
     }
 

@@ -1,6 +1,7 @@
 //! Sums of panels over all rows of a unit: fused for few rows, through decoded chunks for many. Equal bits either way.
 
 use super::kernels::{Decoded, Kernels, LANES, Lane, Panel, RowBlocks};
+use super::plan::Chunks;
 
 /// Panels that are computed together: gate and up of 32 values, or 64 outputs.
 pub(super) const MAX_PANELS: usize = 4;
@@ -30,7 +31,13 @@ impl Scratch {
     }
 
     /// `[panel, row]` sums over all k, for up to [`MAX_PANELS`] panels.
-    pub(super) fn products(&mut self, kernels: &dyn Kernels, panels: &[Panel<'_>], rows: RowBlocks<'_>) -> &mut [Lane] {
+    pub(super) fn products(
+        &mut self,
+        kernels: &dyn Kernels,
+        chunks: Chunks,
+        panels: &[Panel<'_>],
+        rows: RowBlocks<'_>,
+    ) -> &mut [Lane] {
         self.acc.clear();
         self.acc.resize(panels.len() * rows.num_rows(), Lane::default());
         self.decoded.resize(MAX_PANELS * CHUNK_BLOCKS * LANES, Lane::default());
@@ -42,22 +49,29 @@ impl Scratch {
             if kernels.fuses(rows.num_rows()) && !matches!(panels[0], Panel::F32(_)) {
                 kernels.fused(panels, rows, acc);
             } else {
-                chunked(kernels, panels, rows, (&mut self.decoded, &mut self.scales), acc);
+                let chunk_blocks = chunk_blocks(chunks, rows.num_rows());
+                chunked(kernels, (panels, chunk_blocks), rows, (&mut self.decoded, &mut self.scales), acc);
             }
         }
         &mut self.acc
     }
 }
 
+fn chunk_blocks(chunks: Chunks, num_rows: usize) -> usize {
+    match chunks {
+        Chunks::ByRows if num_rows < LONG_CHUNK_ROWS => SHORT_CHUNK_BLOCKS,
+        Chunks::ByRows | Chunks::Long => CHUNK_BLOCKS,
+    }
+}
+
 /// `buffers` hold the decoded values and scales of one chunk.
 fn chunked(
     kernels: &dyn Kernels,
-    panels: &[Panel<'_>],
+    (panels, chunk_blocks): (&[Panel<'_>], usize),
     rows: RowBlocks<'_>,
     buffers: (&mut [Lane], &mut [Lane]),
     acc: &mut [Lane],
 ) {
-    let chunk_blocks = if rows.num_rows() < LONG_CHUNK_ROWS { SHORT_CHUNK_BLOCKS } else { CHUNK_BLOCKS };
     for start in (0..rows.num_blocks()).step_by(chunk_blocks) {
         let end = rows.num_blocks().min(start + chunk_blocks);
         let mut weights = [Decoded::default(); MAX_PANELS];

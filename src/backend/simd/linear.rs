@@ -9,7 +9,7 @@ use super::Shared;
 use super::gemm::{MAX_PANELS, Scratch};
 use super::kernels::{LANES, Panel, RowBlocks};
 use super::pack::PackedMatrix;
-use super::plan;
+use super::plan::{self, Chunks, UNTUNED};
 use super::rows::{OutputTask, Source, deal, gather, unit_blocks};
 use crate::backend::Linear;
 
@@ -27,14 +27,14 @@ pub(super) struct Scaled<'a> {
 
 impl Scaled<'_> {
     /// `out[row] = scale * sums` for the outputs of a task.
-    pub(super) fn run(self, shared: &Shared, rows: RowBlocks<'_>, out: &mut OutputTask<'_>) {
+    pub(super) fn run(self, shared: &Shared, chunks: Chunks, rows: RowBlocks<'_>, out: &mut OutputTask<'_>) {
         SCRATCH.with_borrow_mut(|scratch| {
             let range = out.task.panels.clone();
             for first in range.clone().step_by(MAX_PANELS) {
                 let panels = first..range.end.min(first + MAX_PANELS);
                 let column = (first - range.start) * LANES;
                 let panels: Vec<Panel<'_>> = panels.map(|panel| self.matrix.panel(panel)).collect();
-                let sums = scratch.products(&*shared.kernels, &panels, rows);
+                let sums = scratch.products(&*shared.kernels, chunks, &panels, rows);
                 for (panel, sums) in sums.chunks_exact(rows.num_rows()).enumerate() {
                     let column = column + panel * LANES;
                     for (sums, out) in sums.iter().zip(&mut out.rows) {
@@ -74,10 +74,10 @@ impl Linear for PackedLinear {
                     let (input, _) = buffers.get(num_rows * self.matrix.num_blocks(), 0);
                     gather(source, &units, input);
                     let inputs = unit_blocks(&units, self.matrix.num_blocks(), input);
-                    let tasks = plan::tasks(&units, self.matrix.num_panels(), shared.num_threads);
+                    let tasks = plan::tasks(UNTUNED, &units, self.matrix.num_panels(), shared.num_threads);
                     let work = deal(&units, tasks, self.out_features, wave_out);
                     work.into_par_iter().with_max_len(1).for_each(|mut out| {
-                        scaled.run(shared, inputs[out.task.unit], &mut out);
+                        scaled.run(shared, UNTUNED.chunks, inputs[out.task.unit], &mut out);
                     });
                 }
             });

@@ -7,11 +7,36 @@ use std::ops::Range;
 /// Rows of a unit at most: its inputs for 256 k, 384 KiB, stay in the second-level cache while all panels pass.
 pub(super) const MAX_UNIT_ROWS: usize = 384;
 
+/// How work is cut, for the threads and for the caches: the tactics of this backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Cut {
+    /// Tasks a thread should have: many, so that a thread which lags can be helped, or few, which cost less to hand out.
+    pub(super) tasks_per_thread: usize,
+    /// How many blocks of k are decoded at once.
+    pub(super) chunks: Chunks,
+}
+
+/// How many blocks of k are decoded at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Chunks {
+    /// Few for few rows, many for many.
+    ByRows,
+    /// Many, whatever the rows.
+    Long,
+}
+
+/// What runs untuned.
+pub(super) const UNTUNED: Cut = Cut { tasks_per_thread: 12, chunks: Chunks::ByRows };
+
+/// The tactics, by number.
+pub(super) const CUTS: [Cut; 3] =
+    [UNTUNED, Cut { tasks_per_thread: 3, ..UNTUNED }, Cut { chunks: Chunks::Long, ..UNTUNED }];
+
+/// Their names.
+pub(super) const NAMES: [&str; CUTS.len()] = ["even", "coarse", "long_chunks"];
+
 /// Rows of a wave at most; the buffers between FC1 and FC2 are sized by it.
 pub(super) const MAX_WAVE_ROWS: usize = 1024;
-
-/// Tasks a thread should have, so that a thread which lags can be helped.
-const TASKS_PER_THREAD: usize = 12;
 
 /// Decoding a panel costs about as much as multiplying it by so many rows.
 const DECODE_ROWS: usize = 4;
@@ -64,10 +89,10 @@ pub(super) struct Task {
 /// Cuts the panels of every unit so that tasks cost about the same; in the order of units and panels.
 ///
 /// Ranges begin at multiples of four panels, so that the panels of a kernel call stay together.
-pub(super) fn tasks(units: &[Unit], num_panels: usize, num_threads: usize) -> Vec<Task> {
+pub(super) fn tasks(cut: Cut, units: &[Unit], num_panels: usize, num_threads: usize) -> Vec<Task> {
     let cost = |unit: &Unit| unit.num_rows + DECODE_ROWS;
     let total: usize = units.iter().map(|unit| cost(unit) * num_panels).sum();
-    let target = total / (num_threads * TASKS_PER_THREAD);
+    let target = total / (num_threads * cut.tasks_per_thread);
     let mut tasks = Vec::new();
     for (index, unit) in units.iter().enumerate() {
         let panels = (target / cost(unit)).next_multiple_of(4).max(4);
@@ -112,11 +137,12 @@ mod tests {
             rows in prop::collection::vec(1_usize..=MAX_UNIT_ROWS, 1..6),
             num_panels in 1_usize..300,
             num_threads in 1_usize..65,
+            cut in prop::sample::select(CUTS.to_vec()),
         ) {
             let unit = |(expert, num_rows)| Unit { expert, first_row: 0, num_rows };
             let units: Vec<Unit> = rows.into_iter().enumerate().map(unit).collect();
             let mut next = (0, 0);
-            for task in tasks(&units, num_panels, num_threads) {
+            for task in tasks(cut, &units, num_panels, num_threads) {
                 prop_assert_eq!((task.unit, task.panels.start), next);
                 prop_assert!(!task.panels.is_empty() && task.panels.end <= num_panels, "{:?}", task);
                 next = if task.panels.end == num_panels { (task.unit + 1, 0) } else { (task.unit, task.panels.end) };

@@ -2,6 +2,7 @@
 
 use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks};
 use super::pack::PackedMatrix;
+use super::plan::Chunks;
 use super::{Isa, kernels_of};
 use crate::checkpoint::tensors::{Projection, ProjectionData, TensorBytes};
 use crate::numerics::{e2m1, e4m3, nvfp4};
@@ -151,12 +152,15 @@ fn products_are(projection: &Projection, num_blocks: usize, expected: impl Fn(&d
             // Two panels, as a kernel may take several at a time.
             let panels = [matrix.panel(0), matrix.panel(0)];
             let mut scratch = super::gemm::Scratch::default();
-            let sums = scratch.products(&*kernels, &panels, RowBlocks::new(&x, num_rows));
-            for (row, sums) in sums.iter().enumerate() {
-                for (output, got) in sums.0.iter().enumerate() {
-                    let x = |k: usize| x[k / LANES * num_rows + row % num_rows].0[k % LANES];
-                    let expected = expected(&x, output);
-                    assert_eq!(got.to_bits(), expected.to_bits(), "{isa}: row {row} of {num_rows}, output {output}");
+            for chunks in [Chunks::ByRows, Chunks::Long] {
+                let sums = scratch.products(&*kernels, chunks, &panels, RowBlocks::new(&x, num_rows));
+                for (row, sums) in sums.iter().enumerate() {
+                    for (output, got) in sums.0.iter().enumerate() {
+                        let x = |k: usize| x[k / LANES * num_rows + row % num_rows].0[k % LANES];
+                        let expected = expected(&x, output);
+                        let what = format!("{isa}, {chunks:?}: row {row} of {num_rows}, output {output}");
+                        assert_eq!(got.to_bits(), expected.to_bits(), "{what}");
+                    }
                 }
             }
         }

@@ -3,6 +3,7 @@
 use super::super::{ExpertBatch, ExpertsSpec};
 use super::{Case, Format, Rng, SITU, assert_same_bits, isas, projection, reference, simd};
 use crate::backend::Isa;
+use crate::select::tactics::Tactic;
 
 const FORMATS: [Format; 4] = [Format::Nvfp4, Format::Nvfp4, Format::Nvfp4, Format::Nvfp4];
 
@@ -24,6 +25,31 @@ fn instruction_sets_and_threads_give_equal_bits() {
                     let what = format!("{formats:?}, rows {rows:?}, {isa}, {num_threads} threads");
                     assert_same_bits(&got, &expected, case.spec.hidden, &what);
                     assert_eq!(stats, expected_stats, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tactics_give_equal_bits() {
+    for rows in [[1, 0, 2, 5], [17, 64, 0, 3], [257, 400, 7, 4]] {
+        for quantise in [true, false] {
+            let case = Case::new(18, spec(quantise), &FORMATS, &rows);
+            for backend in [reference(), simd(2, Isa::detect())] {
+                let experts = case.pack(&backend);
+                let run = |tactic| {
+                    let mut out = vec![f32::NAN; case.row_token.len() * case.spec.hidden];
+                    let stats = experts.forward(&ExpertBatch { tactic, ..case.batch() }, &mut out);
+                    (out, stats)
+                };
+                let (untuned, counts) = run(Tactic::UNTUNED);
+                for (idx, name) in experts.tactics().iter().enumerate() {
+                    let (out, stats) = run(Tactic::new(idx));
+                    let what = format!("{}, rows {rows:?}, quantised: {quantise}, {name}", backend.technique());
+                    assert_same_bits(&out, &untuned, case.spec.hidden, &what);
+                    assert_eq!(stats.fc2_input, counts.fc2_input, "{what}");
+                    assert!(stats.tactic.is_none_or(|ran| ran == *name), "{what}: {:?} ran", stats.tactic);
                 }
             }
         }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use super::{Backend, ExpertBatch, Experts, ExpertsSpec, ForwardStats, Isa};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
 use crate::numerics::activation::Activation;
+use crate::select::tactics::Tactic;
 
 /// Kimi K3's activation.
 pub(super) const SITU: Activation = Activation::Situ { beta: 4.0, linear_beta: Some(25.0) };
@@ -149,6 +150,7 @@ impl Case {
             token_scale: self.token_scale,
             row_token: &self.row_token,
             expert_offsets: &self.expert_offsets,
+            tactic: Tactic::UNTUNED,
         }
     }
 

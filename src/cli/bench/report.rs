@@ -57,6 +57,10 @@ pub struct BenchRow {
     pub floor_us: f64,
     /// floor / median.
     pub floor_share: f64,
+    /// The tactic that was measured.
+    pub tactic: &'static str,
+    /// The best time of each tactic, where they were timed.
+    pub tactics_us: Vec<(&'static str, f64)>,
 }
 
 /// What a time is compared with.
@@ -84,6 +88,8 @@ impl Ceilings {
             peak_share: gflops / self.fma_gflops,
             floor_us,
             floor_share: floor_us / median_us,
+            tactic: "",
+            tactics_us: Vec::new(),
         }
     }
 }
@@ -114,9 +120,11 @@ impl fmt::Display for BenchReport {
         )?;
         let mut table = Table::new();
         table.load_style(presets::ASCII_MARKDOWN);
-        table.set_header(["rows/expert", "median us", "GFLOPS", "of peak", "GB/s", "of read", "floor us", "of floor"]);
+        let is_tuned = self.rows.iter().any(|row| !row.tactics_us.is_empty());
+        let header = ["rows/expert", "median us", "GFLOPS", "of peak", "GB/s", "of read", "floor us", "of floor"];
+        table.set_header(header.into_iter().chain(is_tuned.then_some("tactic")));
         for row in &self.rows {
-            table.add_row([
+            let cells = [
                 row.rows_per_expert.to_string(),
                 format!("{:.0}", row.median_us),
                 format!("{:.1}", row.gflops),
@@ -125,7 +133,8 @@ impl fmt::Display for BenchReport {
                 format!("{:.0} %", 100.0 * row.bandwidth_share),
                 format!("{:.0}", row.floor_us),
                 format!("{:.0} %", 100.0 * row.floor_share),
-            ]);
+            ];
+            table.add_row(cells.into_iter().chain(is_tuned.then(|| row.tactic.to_owned())));
         }
         for column in table.column_iter_mut() {
             column.set_cell_alignment(CellAlignment::Right);

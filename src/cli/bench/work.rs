@@ -6,7 +6,11 @@ use std::time::Instant;
 use crate::backend::simd::{ReadBuffer, Simd};
 use crate::backend::{Backend, BackendError, ExpertBatch, Experts, ExpertsSpec, Isa};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
+use crate::layer::tune::time_tactics;
 use crate::numerics::nvfp4::{self, BLOCK};
+use crate::select::tactics::{Ballot, Tactic, Timing, choose};
+
+use super::BenchError;
 
 /// What one measurement of the FMA peak should last.
 const PEAK_SECONDS: f64 = 0.02;
@@ -81,6 +85,9 @@ pub(super) struct Work {
     row_token: Vec<u32>,
     expert_offsets: Vec<usize>,
     out: Vec<f32>,
+    pub(super) tactic: Tactic,
+    /// The best time of each tactic by name, of a backend that has several, where they were timed.
+    pub(super) tactics_us: Vec<(&'static str, f64)>,
     pub(super) times_us: Vec<f64>,
 }
 
@@ -104,20 +111,42 @@ impl Work {
             row_token,
             expert_offsets: (0..=num_experts).map(|expert| expert * rows_per_expert).collect(),
             out: vec![0.0; num_rows * spec.hidden],
+            tactic: Tactic::UNTUNED,
+            tactics_us: Vec::new(),
             times_us: Vec::new(),
         }
     }
 
+    /// Times every tactic and keeps the one that a session of this rank alone would choose.
+    pub(super) fn tune(&mut self, experts: &dyn Experts) -> Result<(), BenchError> {
+        let names = experts.tactics();
+        let mut timings = Vec::new();
+        for timed in time_tactics(names.len(), |tactic| self.run_with(experts, tactic).map(drop)) {
+            timings.push(Timing::Took(timed?));
+        }
+        let shape = format!("{} rows an expert", self.rows_per_expert);
+        let choice = choose(&shape, names, &[Ballot::new(0, Some(&timings))], &[])?;
+        self.tactic = choice.tactic;
+        let us = |ns: &Option<u64>| ns.map_or(0.0, |ns| ns as f64 / 1e3);
+        self.tactics_us = names.iter().copied().zip(choice.slowest_ns.iter().map(us)).collect();
+        Ok(())
+    }
+
     /// Runs once; returns the identity that ran.
-    pub(super) fn run(&mut self, experts: &dyn Experts) -> String {
+    pub(super) fn run(&mut self, experts: &dyn Experts) -> Result<String, BackendError> {
+        self.run_with(experts, self.tactic)
+    }
+
+    fn run_with(&mut self, experts: &dyn Experts, tactic: Tactic) -> Result<String, BackendError> {
         let batch = ExpertBatch {
             tokens: &self.tokens,
             token_scale: self.token_scale,
             row_token: &self.row_token,
             expert_offsets: &self.expert_offsets,
+            tactic,
         };
-        let stats = experts.forward(&batch, &mut self.out);
-        stats.rows_by_identity.first().map_or_else(String::new, |(identity, _)| identity.to_string())
+        let stats = experts.try_forward(&batch, &mut self.out)?;
+        Ok(stats.rows_by_identity.first().map_or_else(String::new, |(identity, _)| identity.to_string()))
     }
 }
 

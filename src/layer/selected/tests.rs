@@ -18,6 +18,7 @@ use crate::routing::RoutingMethod;
 use crate::sample::{Geometry, SampleSpec};
 use crate::select::environment::Fact;
 use crate::select::fingerprint::diff;
+use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::tests::worlds::host;
 use crate::select::{Digest, InstructionSet, LayerDecision};
 use crate::world::simulated::simulate;
@@ -116,6 +117,7 @@ fn load(
             mode: CombineMode::Slot,
             row_form: row_form(geometry, &decision),
         },
+        tactics: [Tactic::UNTUNED; RowBucket::NUM],
         weight_bytes: loaded.weight_bytes,
     }
 }

@@ -78,6 +78,16 @@ impl Libraries {
             Library::Nvrtc => &self.nvrtc,
         }
     }
+
+    /// The version of one, to set.
+    pub fn get_mut(&mut self, library: Library) -> &mut Fact<String> {
+        match library {
+            Library::Mpi => &mut self.mpi,
+            Library::Driver => &mut self.driver,
+            Library::Nccl => &mut self.nccl,
+            Library::Nvrtc => &mut self.nvrtc,
+        }
+    }
 }
 
 impl Environment {
