@@ -10,7 +10,7 @@ use crate::world::Group;
 use crate::world::simulated::simulate;
 
 /// Another value than the default for every key; `version` has one value only.
-const OTHER_VALUES: [(&str, &str); 28] = [
+const OTHER_VALUES: [(&str, &str); 29] = [
     ("name", "another"),
     ("cluster.nodes", "2"),
     ("cluster.ranks_per_node", "4"),
@@ -26,6 +26,7 @@ const OTHER_VALUES: [(&str, &str); 28] = [
     ("moe.activation", "situ:4,25"),
     ("moe.combine", "rank"),
     ("moe.batch_invariant", "true"),
+    ("moe.tuning", "on"),
     ("dispatch.transport", "host"),
     ("dispatch.payload", "f32"),
     ("dispatch.num_max_tokens_per_rank", "4096"),
