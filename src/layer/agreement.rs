@@ -82,12 +82,11 @@ pub fn agree_on(
     Topic { about, cure }: Topic,
     local: Result<Fingerprint, FingerprintError>,
 ) -> Result<Fingerprint, Refusal> {
-    let differences = compare(group, local.clone())?;
-    match local {
-        Ok(fingerprint) if differences.is_empty() => Ok(fingerprint),
-        Ok(_) => Err(group.refuse(AgreementError::Differ { about, cure, differences })),
+    match (compare(group, local.clone())?, local) {
+        (None, Ok(fingerprint)) => Ok(fingerprint),
+        (Some(differences), _) => Err(group.refuse(AgreementError::Differ { about, cure, differences })),
         // A rank without a fingerprint has made `compare` fail.
-        Err(error) => Err(group.refuse(AgreementError::from(error))),
+        (None, Err(error)) => Err(group.refuse(AgreementError::from(error))),
     }
 }
 
@@ -108,20 +107,20 @@ fn differences(all: &[Brought]) -> Result<Vec<FieldDifference>, AgreementError> 
     Ok(diff(all.iter().zip(&fingerprints).flat_map(of_ranks)))
 }
 
-/// Where the ranks differ, without ending any: nothing where they are alike; collective.
+/// Where the ranks differ, without ending any; absent where they are alike; collective.
 ///
 /// # Errors
 /// The same on all ranks: if some rank has no fingerprint, or brings what is none.
 pub fn compare(
     group: &impl Group,
     local: Result<Fingerprint, FingerprintError>,
-) -> Result<Vec<FieldDifference>, Refusal> {
+) -> Result<Option<Vec<FieldDifference>>, Refusal> {
     let sheet = local
         .map(|fingerprint| Sheet { digest: fingerprint.digest().0, encoded: fingerprint.encode() })
         .map_err(AgreementError::from);
     match group.compare(sheet)? {
-        Compared::Alike => Ok(Vec::new()),
-        Compared::Differing(brought) => differences(&brought).map_err(|error| group.refuse(error)),
+        Compared::Alike => Ok(None),
+        Compared::Differing(brought) => differences(&brought).map(Some).map_err(|error| group.refuse(error)),
     }
 }
 
@@ -164,7 +163,9 @@ pub fn compare_trails(group: &impl Group, selection: &Selection) -> Result<(), R
     let mut information = Information::default();
     information.trail(selection);
     let differences = compare(group, information.finish())?;
-    if group.rank() == Rank(0) && !differences.is_empty() {
+    if group.rank() == Rank(0)
+        && let Some(differences) = differences
+    {
         tracing::warn!("the ranks chose alike for other reasons:{}", shown(&differences));
     }
     Ok(())
