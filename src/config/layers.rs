@@ -4,12 +4,12 @@ use std::fmt;
 
 use super::error::ConfigError;
 use super::keys::{KEYS, Key};
-use crate::near::nearest;
 use super::scalar::Scalar;
 use super::{Activations, Deployment, Payload, walk};
+use crate::near::nearest;
 
 /// Variables that Lockstep reads and that are no key of a deployment.
-const OTHER_VARIABLES: [&str; 3] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT"];
+const OTHER_VARIABLES: [&str; 4] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT", "LOCKSTEP_LAUNCHER"];
 
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
