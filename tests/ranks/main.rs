@@ -10,5 +10,6 @@ mod cases;
 mod fixtures;
 mod inspect;
 mod loading;
+mod soak;
 mod support;
 mod verdicts;
