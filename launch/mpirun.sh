@@ -15,7 +15,7 @@ Options:
   --ranks N            ranks to start (default: 4)
   --moe-backend NAME   the family of kernels: auto, cpu, reference, simd, ... (handed to the command)
   --deployment FILE    the deployment file (handed to the command)
-  --hosts LIST         hosts with their ranks, as in node1:4,node2:4 (default: this host)
+  --hosts LIST         hosts with their ranks, as in node1:4,node2:4 (default: this host, with any number of ranks)
   --hostfile FILE      hosts, in mpirun's own form
   --binary FILE        the program (default: the release build of this clone, else lockstep in PATH)
   --mpi-arg ARG        one more argument for mpirun; may be repeated
@@ -24,7 +24,8 @@ Options:
 
 Every LOCKSTEP_* variable reaches all ranks, on all hosts. As root (in a container) mpirun is told that this is meant;
 with more ranks than cores, waiting ranks yield theirs. The exit code is mpirun's, which is the first failing rank's:
-0 fine, 1 wrong result, 2 bad input, 3 environment, 4 ranks disagree, 5 a peer failed or a limit passed.
+0 fine, 1 wrong result, 2 bad input, 3 environment, 4 ranks disagree, 5 a peer failed or a limit passed, 101 a bug.
+Ctrl-C and SIGTERM end all ranks, and this with 130 and 143 (mpirun alone would end with 1).
 EOF
 }
 
@@ -79,6 +80,36 @@ done
 [ -z "$hosts" ] || [ -z "$hostfile" ] || fail 2 "give --hosts or --hostfile, not both"
 [ -z "$hostfile" ] || [ -r "$hostfile" ] || fail 2 "cannot read --hostfile $hostfile"
 
+# num_slots: the ranks that --hosts or --hostfile has room for; nothing where that is for mpirun to find out.
+num_slots() {
+    local entry line slots sum=0
+    local entries=()
+    if [ -n "$hosts" ]; then
+        IFS=, read -r -a entries <<<"$hosts"
+        for entry in "${entries[@]}"; do
+            slots=1
+            [[ $entry != *:* ]] || slots=${entry##*:}
+            # `host:*` and `host:auto` count the host's cores.
+            [[ $slots =~ ^[0-9]+$ ]] || return 0
+            sum=$((sum + 10#$slots))
+        done
+    else
+        while read -r line || [ -n "$line" ]; do
+            line=${line%%#*}
+            [[ $line =~ [^[:space:]] ]] || continue
+            [[ $line =~ (^|[[:space:]])slots[[:space:]]*=[[:space:]]*([0-9]+) ]] || return 0
+            sum=$((sum + 10#${BASH_REMATCH[2]}))
+        done <"$hostfile"
+    fi
+    echo "$sum"
+}
+
+if [ -n "$hosts$hostfile" ] && [[ ${mpi_args[*]-} != *oversubscribe* ]]; then
+    room=$(num_slots)
+    [ -z "$room" ] || [ "$ranks" -le "$room" ] || fail 2 "--ranks $ranks, but ${hosts:-$hostfile} has room for $room:" \
+        "name more hosts or ranks of a host (node1:4 with --hosts, slots=4 with --hostfile), start fewer ranks," \
+        "or put more ranks than that on the hosts with --mpi-arg=--oversubscribe"
+fi
 if [ -z "$binary" ]; then
     binary=${CARGO_TARGET_DIR:-$root/target}/release/lockstep
     [ -x "$binary" ] || binary=$(command -v lockstep || echo "$binary")
@@ -108,6 +139,8 @@ fi
 if [ -e /.dockerenv ] || [ -e /run/.containerenv ] || grep -q '^Seccomp:[[:space:]]*2' /proc/self/status 2>/dev/null; then
     assignments+=(OMPI_MCA_btl_vader_single_copy_mechanism=none)
 fi
+# Told to end, this script says so for all ranks.
+$dry_run || export LOCKSTEP_LAUNCHER=mpirun.sh
 while read -r name; do
     command+=(-x "$name")
 done < <(compgen -e -- LOCKSTEP_ | sort)
@@ -124,4 +157,46 @@ if $dry_run; then
     printf '\n'
     exit 0
 fi
-exec env ${assignments[@]+"${assignments[@]}"} "${command[@]}"
+
+# mpirun ends its ranks when it is told to, but itself with 1; told twice, it leaves without waiting for them. So it gets
+# one signal, whoever sends more, and a process group of its own, which a terminal's Ctrl-C does not reach.
+pid='' told='' told_at=0
+# shellcheck disable=SC2317 # the traps call it
+forward() {
+    [ -n "$told" ] || told_at=$SECONDS
+    if [ -n "$pid" ] && { [ -z "$told" ] || [ $((SECONDS - told_at)) -ge 10 ]; }; then
+        kill -TERM "$pid" 2>/dev/null || true
+    fi
+    told=${told:-$1}
+}
+trap 'forward HUP' HUP
+trap 'forward INT' INT
+trap 'forward TERM' TERM
+
+# Where this script is killed outright, mpirun goes with it.
+guard=()
+if setpriv --help 2>/dev/null | grep -q -e --pdeathsig; then
+    guard=(setpriv --pdeathsig TERM)
+fi
+set -m
+env ${assignments[@]+"${assignments[@]}"} ${guard[@]+"${guard[@]}"} "${command[@]}" </dev/null &
+pid=$!
+set +m
+# Told before there was anything to pass it on to.
+[ -z "$told" ] || kill -TERM "$pid" 2>/dev/null || true
+# A signal interrupts the wait.
+while kill -0 "$pid" 2>/dev/null; do
+    wait "$pid" || true
+done
+code=0
+wait "$pid" || code=$?
+# Told when all was done, there was nothing to end.
+if [ -n "$told" ] && [ "$code" -ne 0 ]; then
+    case $told in
+    HUP) code=129 name='a hang-up (SIGHUP)' ;;
+    INT) code=130 name='Ctrl-C (SIGINT)' ;;
+    *) code=143 name=SIGTERM ;;
+    esac
+    say "$(basename "$0"): ended on $name; no rank is left, and nothing half-written"
+fi
+exit "$code"

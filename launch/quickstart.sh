@@ -27,6 +27,9 @@ export LOCKSTEP_LOG=${LOCKSTEP_LOG:-warn}
 fixtures=tests/fixtures
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+# A run that is ended tidies up and ends with a code; without these the next would begin.
+trap 'exit 130' INT
+trap 'exit 143' TERM
 green='' red='' plain=''
 if [ -t 1 ]; then
     green=$'\e[32m' red=$'\e[31m' plain=$'\e[0m'

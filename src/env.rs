@@ -171,6 +171,19 @@ impl EnvVars {
         self.ours("LOCKSTEP_FAULT").filter(|fault| !fault.is_empty())
     }
 
+    /// `LOCKSTEP_LAUNCHER`: set by a launcher that says itself that it was told to end.
+    #[must_use]
+    pub fn launcher_speaks(&self) -> bool {
+        self.ours("LOCKSTEP_LAUNCHER").is_some_and(|launcher| !launcher.is_empty())
+    }
+
+    /// `LOCKSTEP_START_S`, for the time before a deployment is read; absent also where it is refused, which the
+    /// deployment then says.
+    #[must_use]
+    pub fn start_s(&self) -> Option<u64> {
+        crate::config::scalar::Scalar::bare(self.ours("LOCKSTEP_START_S")?).count(1).ok()
+    }
+
     /// `LOCKSTEP_THREADS`: threads of this rank's pool.
     ///
     /// # Errors
@@ -241,6 +254,8 @@ mod tests {
     #[test]
     fn threads_are_read_by_the_table_of_scalars() {
         assert_eq!(vars(&[]).threads().expect("unset"), None);
+        assert_eq!(vars(&[("LOCKSTEP_START_S", "5")]).start_s(), Some(5));
+        assert_eq!(vars(&[("LOCKSTEP_START_S", "soon")]).start_s(), None);
         assert_eq!(vars(&[("LOCKSTEP_THREADS", "3")]).threads().expect("a count"), Some(3));
         for text in ["0", "-1", "010", "", "two", "1e1"] {
             let error = vars(&[("LOCKSTEP_THREADS", text)]).threads().expect_err("refused");

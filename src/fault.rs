@@ -34,6 +34,8 @@ pub enum Stage {
     Combine,
     /// Before the output is written.
     Write,
+    /// Once the output is written beside its place, before it is moved there.
+    Publish,
 }
 
 /// What happens.
@@ -103,7 +105,7 @@ impl Classify for Injected {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
     "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, tune, dispatch, experts, \
-     combine, write and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
+     combine, write, publish and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
      host=NAME, library=NAME,VERSION, gpu=CAPABILITY,NAME, tactic_time=N,PERCENT, tactic_fails=N|all, tactic=N, drift, \
      poison; correct or unset it"
 )]
@@ -117,7 +119,7 @@ impl Classify for FaultError {
     }
 }
 
-const STAGES: [(&str, Stage); 9] = [
+const STAGES: [(&str, Stage); 10] = [
     ("init", Stage::Init),
     ("start", Stage::Start),
     ("load", Stage::Load),
@@ -127,6 +129,7 @@ const STAGES: [(&str, Stage); 9] = [
     ("experts", Stage::Experts),
     ("combine", Stage::Combine),
     ("write", Stage::Write),
+    ("publish", Stage::Publish),
 ];
 
 impl fmt::Display for Stage {
@@ -158,7 +161,7 @@ fn parse(text: &str) -> Option<Fault> {
 
 fn action(text: &str) -> Option<Action> {
     Some(match text.split_once('=') {
-        Some(("delay", seconds)) => Action::Delay(Duration::from_millis(1000 * seconds.parse::<u64>().ok()?)),
+        Some(("delay", seconds)) => Action::Delay(Duration::try_from_secs_f64(seconds.parse().ok()?).ok()?),
         Some(("round_bytes", bytes)) => Action::RoundBytes(bytes.parse().ok()?),
         Some(("host", name)) => Action::Host(name.to_owned()),
         Some(("library", library)) => {
@@ -195,6 +198,24 @@ fn tactic(number: &str) -> Option<Tactic> {
     number.parse().ok().filter(|idx| *idx < MAX_TACTICS).map(Tactic::new)
 }
 
+impl Action {
+    /// Read by whoever it concerns, rather than something that happens.
+    fn is_setting(&self) -> bool {
+        matches!(
+            self,
+            Self::RoundBytes(_)
+                | Self::Host(_)
+                | Self::Drift
+                | Self::Poison
+                | Self::Library(..)
+                | Self::Gpu(..)
+                | Self::TacticTime(..)
+                | Self::TacticFails(_)
+                | Self::TakesTactic(_)
+        )
+    }
+}
+
 impl Faults {
     /// Whether there are none.
     #[must_use]
@@ -219,6 +240,9 @@ impl Faults {
     /// If a fault says so.
     pub fn strike(&self, rank: Rank, stage: Stage) -> Result<(), Injected> {
         for action in self.at(rank, stage) {
+            if !action.is_setting() {
+                tracing::warn!("LOCKSTEP_FAULT strikes {rank} at {stage}: {action:?}");
+            }
             match action {
                 Action::Panic => panic!("LOCKSTEP_FAULT at {stage}"),
                 Action::PanicThread => {
@@ -228,7 +252,12 @@ impl Faults {
                 }
                 Action::Error => return Err(Injected { rank, stage }),
                 Action::Kill => raise(9),
-                Action::Segv => raise(11),
+                Action::Segv => {
+                    // Rust's own handler, there until MPI sets one, takes the first for a stack that has overflowed and
+                    // restores the default: an instruction at fault would be met again, a signal sent is spent.
+                    raise(11);
+                    raise(11);
+                }
                 Action::Hang => std::thread::sleep(Duration::from_secs(86_400)),
                 Action::Delay(time) => std::thread::sleep(*time),
                 Action::RoundBytes(_)
@@ -257,7 +286,8 @@ mod tests {
 
     #[test]
     fn reads_faults_and_refuses_others() {
-        let faults: Faults = "2:dispatch:kill; *:load:delay=3;0:start:host=node=b".parse().unwrap();
+        let faults: Faults =
+            "2:dispatch:kill; *:load:delay=3;0:start:host=node=b;0:publish:delay=0.25".parse().unwrap();
         assert_eq!(faults.at(Rank(2), Stage::Dispatch).collect::<Vec<_>>(), [&Action::Kill]);
         assert_eq!(faults.at(Rank(1), Stage::Dispatch).count(), 0);
         assert_eq!(faults.at(Rank(1), Stage::Load).collect::<Vec<_>>(), [&Action::Delay(Duration::from_secs(3))]);
@@ -279,7 +309,19 @@ mod tests {
         for text in ["0:start:library=cudnn,1", "0:start:gpu=H200", "0:tune:tactic=8", "0:tune:tactic_time=1"] {
             assert!(text.parse::<Faults>().is_err(), "{text:?}");
         }
-        for text in ["", "2", "2:dispatch", "x:dispatch:kill", "2:lunch:kill", "2:dispatch:dance", "2:load:delay=x"] {
+        let quarter = Action::Delay(Duration::from_millis(250));
+        assert_eq!(faults.at(Rank(0), Stage::Publish).collect::<Vec<_>>(), [&quarter]);
+        for text in [
+            "",
+            "2",
+            "2:load:delay=-1",
+            "2:load:delay=inf",
+            "2:dispatch",
+            "x:dispatch:kill",
+            "2:lunch:kill",
+            "2:dispatch:dance",
+            "2:load:delay=x",
+        ] {
             assert!(text.parse::<Faults>().is_err(), "{text:?}");
         }
     }

@@ -55,7 +55,7 @@ pub use scales::{
 pub use scan::{FileSummary, LayerScan, PartShape, Scan, scan};
 pub use warning::Warning;
 pub use write::{
-    OutputData, OutputTensor, TensorView, remove_unfinished, write_atomically, write_outputs, write_tensors,
+    OutputData, OutputTensor, TensorView, Unfinished, remove_unfinished, write_atomically, write_outputs, write_tensors,
 };
 
 use crate::ids::LayerIdx;

@@ -4,7 +4,7 @@ use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use half::bf16;
 use safetensors::Dtype;
@@ -44,13 +44,18 @@ pub struct OutputTensor {
     pub data: OutputData,
 }
 
-/// Writes outputs as a safetensors file; see [`write_tensors`].
+/// Writes outputs as a safetensors file; see [`write_tensors`]. `publishing` is called when all is written, before the file
+/// gets its name.
 ///
 /// # Errors
-/// As [`write_tensors`].
-pub fn write_outputs(path: &Path, outputs: &[(String, OutputTensor)]) -> Result<(), CheckpointError> {
+/// As [`write_tensors`], and what `publishing` fails with.
+pub fn write_outputs(
+    path: &Path,
+    outputs: &[(String, OutputTensor)],
+    publishing: &dyn Fn() -> std::io::Result<()>,
+) -> Result<(), CheckpointError> {
     let views: Vec<_> = outputs.iter().map(|(name, output)| output.view(name)).collect();
-    write_tensors(path, &views)
+    write(path, &views, publishing)
 }
 
 impl OutputTensor {
@@ -79,12 +84,22 @@ impl OutputTensor {
 /// # Errors
 /// If a name occurs twice, if bytes and shape differ, or if writing fails.
 pub fn write_tensors(path: &Path, tensors: &[TensorView<'_>]) -> Result<(), CheckpointError> {
+    write(path, tensors, &|| Ok(()))
+}
+
+fn write(
+    path: &Path,
+    tensors: &[TensorView<'_>],
+    publishing: &dyn Fn() -> std::io::Result<()>,
+) -> Result<(), CheckpointError> {
     let mut sorted: Vec<_> = tensors.to_vec();
     sorted.sort_by_key(|tensor| tensor.name);
     let header = header(&sorted)?;
     write_atomically(path, &|out| {
         out.write_all(&header)?;
-        sorted.iter().try_for_each(|tensor| out.write_all(tensor.bytes))
+        sorted.iter().try_for_each(|tensor| out.write_all(tensor.bytes))?;
+        out.flush()?;
+        publishing()
     })
 }
 
@@ -103,13 +118,9 @@ pub fn write_atomically(
     };
     // Readable as any new file is: temporary files are private by default, and 0o666 is narrowed by the umask.
     let permissions = Permissions::from_mode(0o666);
-    let mut temporary = tempfile::Builder::new()
-        .prefix(".lockstep-")
-        .suffix(".tmp")
-        .permissions(permissions)
-        .tempfile_in(&dir)
-        .map_err(failed)?;
-    let _unfinished = Unfinished::new(temporary.path());
+    let create =
+        || tempfile::Builder::new().prefix(".lockstep-").suffix(".tmp").permissions(permissions).tempfile_in(&dir);
+    let (mut temporary, _unfinished) = Unfinished::create(create, |file| file.path()).map_err(failed)?;
     let mut out = BufWriter::new(temporary.as_file_mut());
     fill(&mut out).map_err(failed)?;
     out.flush().map_err(failed)?;
@@ -120,36 +131,54 @@ pub fn write_atomically(
     File::open(&dir).and_then(|dir| dir.sync_all()).map_err(failed)
 }
 
-/// Temporary files that are being written: a signal ends the process without running destructors.
+/// Files and directories that are being written: a signal ends the process without running destructors.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// A temporary file while it is being written.
-struct Unfinished(PathBuf);
+fn lock_unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Something with a temporary name, while it is being written.
+#[derive(Debug)]
+pub struct Unfinished(PathBuf);
 
 impl Unfinished {
-    fn new(path: &Path) -> Self {
-        if let Ok(mut paths) = UNFINISHED.lock() {
-            paths.push(path.to_owned());
-        }
-        Self(path.to_owned())
+    /// Runs `create` and remembers what it made, at `path`, until the guard is dropped. Once [`remove_unfinished`] has
+    /// begun, nothing new is made.
+    ///
+    /// # Errors
+    /// Those of `create`.
+    pub fn create<T>(
+        create: impl FnOnce() -> std::io::Result<T>,
+        path: impl FnOnce(&T) -> &Path,
+    ) -> std::io::Result<(T, Self)> {
+        let mut paths = lock_unfinished();
+        let made = create()?;
+        let path = path(&made).to_owned();
+        paths.push(path.clone());
+        Ok((made, Self(path)))
     }
 }
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        if let Ok(mut paths) = UNFINISHED.lock() {
-            paths.retain(|path| *path != self.0);
-        }
+        lock_unfinished().retain(|path| *path != self.0);
     }
 }
 
-/// Removes what is being written, for a process that ends at once.
+/// Others may be adding to a directory while it is removed.
+const MAX_REMOVALS: usize = 20;
+
+/// Removes what is being written, for a process that ends at once. A writer that fails because of it, or begins anew,
+/// waits for that end instead of saying so: the lock is not given back.
 pub fn remove_unfinished() {
-    let Ok(paths) = UNFINISHED.lock() else { return };
+    let paths = lock_unfinished();
     for path in &*paths {
-        // The file may have got its name in the meantime, or was never made: either way nothing half-written is left.
+        // It may have got its name in the meantime: then nothing is there, and nothing half-written is left.
         let _ = std::fs::remove_file(path);
+        let _ = (0..MAX_REMOVALS).find(|_| !path.exists() || std::fs::remove_dir_all(path).is_ok());
     }
+    std::mem::forget(paths);
 }
 
 /// Length prefix and JSON, padded with spaces so that the data starts at a multiple of 8.
@@ -189,11 +218,15 @@ mod tests {
         ]
     }
 
+    fn write_plain(path: &Path, outputs: &[(String, OutputTensor)]) -> Result<(), CheckpointError> {
+        write_outputs(path, outputs, &|| Ok(()))
+    }
+
     #[test]
     fn another_reader_reads_what_is_written() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out.safetensors");
-        write_outputs(&path, &outputs()).unwrap();
+        write_plain(&path, &outputs()).unwrap();
         let bytes = std::fs::read(&path).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let second = file.tensor("layers.2.output").unwrap();
@@ -209,9 +242,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (one, other) = (dir.path().join("one"), dir.path().join("other"));
         let mut tensors = outputs();
-        write_outputs(&one, &tensors).unwrap();
+        write_plain(&one, &tensors).unwrap();
         tensors.reverse();
-        write_outputs(&other, &tensors).unwrap();
+        write_plain(&other, &tensors).unwrap();
         assert_eq!(std::fs::read(one).unwrap(), std::fs::read(other).unwrap());
     }
 
@@ -222,20 +255,23 @@ mod tests {
         std::fs::write(&path, "old").unwrap();
         let mut tensors = outputs();
         tensors[0].1.shape = vec![4, 2];
-        let message = write_outputs(&path, &tensors).unwrap_err().to_string();
+        let message = write_plain(&path, &tensors).unwrap_err().to_string();
         assert!(
             message.contains("layers.2.output") && message.contains("[4, 2]") && message.contains('6'),
             "{message}"
         );
         let doubled = [outputs(), outputs()].concat();
-        assert!(matches!(write_outputs(&path, &doubled), Err(CheckpointError::OutputDoubled { .. })));
+        assert!(matches!(write_plain(&path, &doubled), Err(CheckpointError::OutputDoubled { .. })));
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         let missing = dir.path().join("missing/out.safetensors");
-        assert!(matches!(write_outputs(&missing, &outputs()), Err(CheckpointError::Write { .. })));
+        assert!(matches!(write_plain(&missing, &outputs()), Err(CheckpointError::Write { .. })));
         // A directory in the way fails only at the rename.
         let blocked = dir.path().join("blocked");
         std::fs::create_dir(&blocked).unwrap();
-        assert!(matches!(write_outputs(&blocked, &outputs()), Err(CheckpointError::Write { .. })));
+        assert!(matches!(write_plain(&blocked, &outputs()), Err(CheckpointError::Write { .. })));
+        let late = write_outputs(&path, &outputs(), &|| Err(std::io::Error::other("late")));
+        assert!(matches!(late, Err(CheckpointError::Write { .. })));
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2, "a temporary file was left behind");
     }
 
@@ -244,7 +280,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (plain, path) = (dir.path().join("plain"), dir.path().join("out"));
         std::fs::write(&plain, "").unwrap();
-        write_outputs(&path, &outputs()).unwrap();
+        write_plain(&path, &outputs()).unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode();
         assert_eq!(mode(&path), mode(&plain));
     }

@@ -1,7 +1,7 @@
 //! The work that `run` and `verify` share: deal the input, open a session, run the steps, gather rows and counts.
 
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
 use crate::config::Deployment;
@@ -13,7 +13,7 @@ use crate::report::{
 };
 use crate::routing::{RoutingError, TopK};
 use crate::select::Environment;
-use crate::world::{Refusal, World};
+use crate::world::{Phase, Refusal, World};
 
 use super::options::WorkArgs;
 use super::progress::Progress;
@@ -209,6 +209,7 @@ struct Share {
 /// The same on all ranks.
 pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let begin = Instant::now();
+    world.begin(format!("reading {}", job.input.path.display()));
     let share = world.agree(deal(world, job))?;
     let bar = job.progress.bar("loading experts");
     let session = Session::open(
@@ -243,6 +244,12 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let joined = join(world, &report, decided(world, job, &session), std::mem::take(&mut steps.step_us));
     let layers = gather_rows(world, (&session, &share), steps.layers);
     Ok(Results { layers, report: joined })
+}
+
+/// The phase of something that waits for files: a file system may be as slow as for loading.
+#[must_use]
+pub fn file_phase(name: &'static str, deployment: &Deployment) -> Phase {
+    Phase { name, limit: Duration::from_secs(deployment.timeouts.load_s), key: "timeouts.load_s" }
 }
 
 /// Rows of every rank.

@@ -88,9 +88,9 @@ pub fn is_closed() -> bool {
     IS_CLOSED.load(Ordering::Relaxed)
 }
 
-/// Writes a line to standard error, above any bar. Nothing can be said about a failure, so it is ignored.
+/// Writes a line to standard error, above any bar.
 pub fn note(text: impl Display) {
-    let _ = LogWriter.write_all(format!("{text}\n").as_bytes());
+    let _ = LogWriter.write(format!("{text}\n").as_bytes());
 }
 
 /// Where bars are drawn; `None`: nowhere.
@@ -109,14 +109,16 @@ pub(super) fn write_around(bars: &MultiProgress) {
     let _ = BARS.set(bars.clone());
 }
 
-/// Standard error for log lines; each write is one whole line.
+/// Standard error for log lines; each write is one whole line. It never fails: nothing could be said about it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LogWriter;
 
 impl Write for LogWriter {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let write = || io::stderr().lock().write_all(line);
-        BARS.get().map_or_else(write, |bars| bars.suspend(write))?;
+        // Where the reader has gone (`lockstep ... 2>&1 | head -1`) the line is dropped. As an error it would come back:
+        // the log says that it can't log, and where that can't be said either it panics.
+        let _ = BARS.get().map_or_else(write, |bars| bars.suspend(write));
         Ok(line.len())
     }
 

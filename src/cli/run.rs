@@ -82,17 +82,26 @@ fn show(report: &RunReport, as_json: bool) -> Result<(), OutputError> {
 /// The same on all ranks.
 pub fn run(world: &World, args: &RunArgs, job: &Job<'_>) -> Result<Option<RunReport>, RunError> {
     let Results { layers, report } = job::execute(world, job)?;
+    world.enter(job::file_phase("write", job.deployment));
+    world.begin(format!("writing {}", args.output.display()));
     world.agree(world.fault(Stage::Write))?;
-    let written = if world.is_root() { write(args, &layers, report.as_ref()) } else { Ok(()) };
+    world.begin(format!("writing {}", args.output.display()));
+    let publishing = || world.fault(Stage::Publish).map_err(std::io::Error::other);
+    let written = if world.is_root() { write(args, (&layers, report.as_ref()), &publishing) } else { Ok(()) };
     world.agree(written)?;
+    world.begin("printing the report");
     Ok(report)
 }
 
-fn write(args: &RunArgs, layers: &[LayerRows], report: Option<&RunReport>) -> Result<(), CheckpointError> {
+fn write(
+    args: &RunArgs,
+    (layers, report): (&[LayerRows], Option<&RunReport>),
+    publishing: &dyn Fn() -> std::io::Result<()>,
+) -> Result<(), CheckpointError> {
     let outputs: Vec<_> = layers.iter().map(|rows| output(rows, args.output_dtype)).collect();
-    checkpoint::write_outputs(&args.output, &outputs)?;
+    checkpoint::write_outputs(&args.output, &outputs, publishing)?;
     if let Some(path) = &args.export_topk {
-        checkpoint::write_outputs(path, &layers.iter().flat_map(topk).collect::<Vec<_>>())?;
+        checkpoint::write_outputs(path, &layers.iter().flat_map(topk).collect::<Vec<_>>(), &|| Ok(()))?;
     }
     if let (Some(path), Some(report)) = (&args.report, report) {
         checkpoint::write_atomically(path, &|out| {

@@ -12,6 +12,7 @@ use super::options::LogArgs;
 use super::output;
 use super::progress::Progress;
 use super::values::{positive, seed};
+use super::world::prepare_to_end;
 use crate::config::Effective;
 use crate::env::EnvVars;
 use crate::exit::Exit;
@@ -102,6 +103,7 @@ impl SampleArgs {
 /// If the sizes are no model's, or the sample cannot be written.
 pub fn run(args: &SampleArgs, env: &EnvVars) -> Result<Exit, Failure> {
     LogSettings::new(args.log, env, &Effective::default()).start()?;
+    prepare_to_end(env)?;
     let spec = args.spec()?;
     let plan = spec.clone().plan()?;
     let bar = Progress::new(args.log.progress, 0).bytes("writing the sample", plan.num_bytes());

@@ -139,6 +139,8 @@ pub fn verify(world: &World, args: &VerifyArgs, job: &Job<'_>) -> Result<(Option
         Some(expected) => (None, expected.to_string()),
         None => (Some(reference(world, job)?), "the reference backend".to_owned()),
     };
+    world.enter(job::file_phase("compare", job.deployment));
+    world.begin(format!("comparing with {against}"));
     let judged = judge(args, job, (got, expected), against);
     let verdict = world.agree(judged)?;
     let pass = verdict.as_ref().is_none_or(|verdict| verdict.pass);

@@ -16,7 +16,7 @@ use crate::ids::Rank;
 use crate::layer::agreement::{Topic, agree_on};
 use crate::select::fingerprint::{FingerprintError, StartBuilder};
 use crate::select::{Environment, Fingerprint, RankSet};
-use crate::world::{Phase, Refusal, World, WorldError, abort_job, end_on_signals, install_panic_hook};
+use crate::world::{Ending, Phase, Refusal, World, WorldError, abort_job, end_well};
 
 use super::failure::Failure;
 use super::logging::{self, LogError};
@@ -127,11 +127,25 @@ pub fn in_world(
 /// # Errors
 /// What `body` or joining fails with, after the other ranks have been told.
 pub fn with_world(env: &EnvVars, body: impl FnOnce(&World) -> Result<Exit, Failure>) -> Result<Exit, Failure> {
-    install_panic_hook(|message| output::note(message));
-    end_on_signals(checkpoint::remove_unfinished).map_err(|source| StartError::Signals { source })?;
-    let world = join(env)?;
-    let ended = body(&world);
+    prepare_to_end(env)?;
+    let (world, faults) = join(env)?;
+    let ended = world.agree(faults).map_err(Failure::from).and_then(|()| body(&world));
     leave(world, ended)
+}
+
+/// From here on this process ends well, whatever ends it.
+///
+/// # Errors
+/// If the signals' handlers can't be set.
+pub fn prepare_to_end(env: &EnvVars) -> Result<(), StartError> {
+    let size = env.launched_size().and_then(|(_, size)| usize::try_from(size).ok());
+    end_well(Ending {
+        speak: |message| output::note(message),
+        clean_up: checkpoint::remove_unfinished,
+        launched: env.launched_rank().map(Rank).zip(size),
+        launcher_speaks: env.launcher_speaks(),
+    })
+    .map_err(|source| StartError::Signals { source })
 }
 
 /// Says on one rank that the command line is wrong, and ends all of them.
@@ -139,7 +153,8 @@ pub fn with_world(env: &EnvVars, body: impl FnOnce(&World) -> Result<Exit, Failu
 /// # Errors
 /// Always.
 pub fn refuse_usage(env: &EnvVars, usage: UsageError) -> Result<Exit, Failure> {
-    let world = join(env)?;
+    prepare_to_end(env)?;
+    let (world, _) = join(env)?;
     let refused = world.refuse(usage);
     leave(world, Err(refused.into()))
 }
@@ -155,21 +170,23 @@ impl Classify for UsageError {
     }
 }
 
-/// MPI, with the limit of the defaults: the deployment's is not known yet.
-fn join(env: &EnvVars) -> Result<World, Failure> {
-    let faults = match env.fault() {
-        Some(text) => text.parse::<Faults>()?,
-        None => Faults::default(),
-    };
+/// MPI, with the limit of the environment or the defaults: the deployment's is not known yet. Beside it whether
+/// `LOCKSTEP_FAULT` could be read.
+fn join(env: &EnvVars) -> Result<(World, Result<(), FaultError>), Failure> {
+    let parsed = env.fault().map_or_else(|| Ok(Faults::default()), str::parse::<Faults>);
+    let faults = parsed.as_ref().ok().cloned().unwrap_or_default();
     faults.strike(Rank(env.launched_rank().unwrap_or_default()), Stage::Init)?;
-    let world = World::init(Duration::from_secs(Deployment::default().timeouts.start_s), faults)?;
+    let start_s = env.start_s().unwrap_or(Deployment::default().timeouts.start_s);
+    let world = World::init(Duration::from_secs(start_s), faults)?;
     logging::set_rank(world.rank().0);
-    Ok(world)
+    Ok((world, parsed.map(drop)))
 }
 
 /// The deployment, the log and the world's size, agreed; `None` where only the configuration was to be printed.
 fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Result<Option<Started>, StartError> {
+    world.begin("reading its deployment");
     let effective = world.agree(common.deployment.effective(env))?;
+    world.begin("looking at its machine");
     let environment = world.agree(facts::environment(world, env, common.isa.named()))?;
     let asked = asked.iter().cloned().chain([("print-config", common.print_config.to_string())]).collect();
     agree_on(world, START, fingerprint(&effective, &environment, &asked))?;
@@ -178,7 +195,8 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     }
     warn(world, &effective);
     let limit = Duration::from_secs(effective.deployment.timeouts.start_s);
-    world.enter(Phase { name: "start", limit });
+    world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
+    world.begin("starting");
     world.agree(world.fault(Stage::Start))?;
     let cluster = &effective.deployment.cluster;
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;

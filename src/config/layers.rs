@@ -9,7 +9,7 @@ use super::{Activations, Deployment, Payload, walk};
 use crate::near::nearest;
 
 /// Variables that Lockstep reads and that are no key of a deployment.
-const OTHER_VARIABLES: [&str; 3] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT"];
+const OTHER_VARIABLES: [&str; 4] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT", "LOCKSTEP_LAUNCHER"];
 
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]

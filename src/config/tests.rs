@@ -375,9 +375,16 @@ fn refusals_name_the_variable_and_the_option() {
 
 #[test]
 fn unknown_variables_are_warned_about() {
-    let variables =
-        ["LOCKSTEP_BAKEND", "LOCKSTEP_backend", "LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT", "LOCKSTEP_FRUIT"]
-            .map(|name| (name.to_owned(), "1".to_owned()));
+    let variables = [
+        "LOCKSTEP_BAKEND",
+        "LOCKSTEP_backend",
+        "LOCKSTEP_LOG",
+        "LOCKSTEP_THREADS",
+        "LOCKSTEP_FAULT",
+        "LOCKSTEP_LAUNCHER",
+        "LOCKSTEP_FRUIT",
+    ]
+    .map(|name| (name.to_owned(), "1".to_owned()));
     let effective = Effective::resolve(&Sources { variables: &variables, ..Sources::default() }).expect("resolves");
     insta::assert_snapshot!(effective.warnings.join("\n"), @r#"
 LOCKSTEP_BAKEND is set but nothing reads it; did you mean LOCKSTEP_BACKEND?

@@ -76,7 +76,10 @@ impl Session {
     /// The same on all ranks: if any rank finds fault with the checkpoint, the deployment or its memory.
     pub fn open(world: &World, options: &SessionOptions<'_>) -> Result<Self, LayerError> {
         let deployment = &options.deployment;
-        world.enter(Phase { name: "load", limit: Duration::from_secs(deployment.timeouts.load_s) });
+        let timeouts = &deployment.timeouts;
+        let load = Phase { name: "load", limit: Duration::from_secs(timeouts.load_s), key: "timeouts.load_s" };
+        world.enter(load);
+        world.begin(format!("reading the headers of {}", options.checkpoint.display()));
         let checkpoint = world.agree(Checkpoint::open(&options.checkpoint))?;
         world.agree(capacity_of(deployment).validate())?;
         let plans = world.agree(plan::plan(&checkpoint, &options.asked()))?;
@@ -86,7 +89,11 @@ impl Session {
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
+        let compile_limit = Duration::from_secs(timeouts.compile_s);
+        world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
+        world.begin("building its kernels");
         let backends = world.agree(build_backends(world, &selected, options.num_threads))?;
+        world.enter(load);
         let mut layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
         let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
@@ -162,7 +169,7 @@ impl Session {
 
     /// Enters the step phase: every wait from here on has the step's limit.
     pub fn enter_steps(&self, world: &World) {
-        world.enter(Phase { name: "step", limit: self.step_limit });
+        world.enter(Phase { name: "step", limit: self.step_limit, key: "timeouts.step_s" });
     }
 }
 
@@ -284,6 +291,7 @@ fn load_layers(
     let mut layers = Vec::new();
     for plan in plans {
         let decision = &plan.decision;
+        world.begin(format!("loading {} of {}", plan.problem.layer, checkpoint.dir().display()));
         let (loaded, selected) = world.agree::<_, LayerError>(load(plan))?;
         let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } = loaded;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.

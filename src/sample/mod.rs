@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::checkpoint;
+use crate::checkpoint::{self, Unfinished};
 use crate::ids::LayerIdx;
 use crate::model::{ConfigTexts, CorrectionBias, ModelDescription, ModelError};
 use crate::select::{LayerFacts, SharedFacts};
@@ -237,10 +237,9 @@ impl Plan {
         };
         fs::create_dir_all(&parent).map_err(|source| self.failed(&parent, source))?;
         // Inside, because the temporary directory itself is nobody else's to read.
-        let temporary = tempfile::Builder::new()
-            .prefix(".lockstep-sample-")
-            .tempdir_in(&parent)
-            .map_err(|source| self.failed(&parent, source))?;
+        let create = || tempfile::Builder::new().prefix(".lockstep-sample-").tempdir_in(&parent);
+        let (temporary, _unfinished) =
+            Unfinished::create(create, |dir| dir.path()).map_err(|source| self.failed(&parent, source))?;
         let building = temporary.path().join("sample");
         fs::create_dir(&building).map_err(|source| self.failed(&building, source))?;
         self.write_into(&building, written).map_err(|error| error.with_total(self.num_bytes()))?;

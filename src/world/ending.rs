@@ -1,18 +1,57 @@
-//! Ends that are not agreed on: a panic, a limit that passed. The whole job goes, with one cause.
+//! Ends that are not agreed on: a panic, a limit that passed, a signal. The whole job goes, with one cause.
 
+use std::io;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::Communicator;
 
 use super::agree::Ranks;
-use super::roll::Attendance;
-use super::{Phase, World};
+use super::roll::{Attendance, Notice};
+use super::{Phase, World, signals};
 use crate::exit::Exit;
 use crate::ids::Rank;
 
 static PLACE: OnceLock<(Rank, usize)> = OnceLock::new();
+static ENDING: OnceLock<Ending> = OnceLock::new();
+/// Somebody in this process has given the cause, or is ending it; what fails because of that is not said.
+static HAS_SPOKEN: AtomicBool = AtomicBool::new(false);
+
+/// What a process does when it ends early.
+#[derive(Debug, Clone, Copy)]
+pub struct Ending {
+    /// Prints a message of several lines to standard error: the log may be off, or not started yet.
+    pub speak: fn(&str),
+    /// Removes what is half-written.
+    pub clean_up: fn(),
+    /// What the launcher says this process is: its number, and of how many. Absent where there is none.
+    pub launched: Option<(Rank, usize)>,
+    /// The launcher says itself that it was told to end.
+    pub launcher_speaks: bool,
+}
+
+/// Makes this process end well whatever happens: a panic on any thread says its rank and ends all ranks, Ctrl-C and
+/// SIGTERM end with 130 and 143, and nothing is left half-written.
+///
+/// Without the panic hook the others would wait in a collective for ever: rsmpi finalises when it is dropped, and
+/// finalising waits.
+///
+/// # Errors
+/// If the signals' handlers can't be set.
+pub fn end_well(ending: Ending) -> io::Result<()> {
+    // A process has one way to end; a second caller finds it set.
+    if ENDING.set(ending).is_err() {
+        return Ok(());
+    }
+    std::panic::set_hook(Box::new(|panic| {
+        let place = place().map_or(String::new(), |(rank, size)| format!("{rank} of {size}: "));
+        last_words(&format!("{place}a bug in lockstep: {panic}"));
+        abort_job(Exit::Bug);
+    }));
+    signals::end_on_signals(ending)
+}
 
 /// Where this process is, for messages of code that holds no world.
 pub(super) fn remember_rank(rank: Rank, size: usize) {
@@ -20,46 +59,55 @@ pub(super) fn remember_rank(rank: Rank, size: usize) {
     let _ = PLACE.set((rank, size));
 }
 
-/// What [`remember_rank`] was told.
+/// What MPI has made of this process, or before that what the launcher said.
 pub(super) fn place() -> Option<(Rank, usize)> {
-    PLACE.get().copied()
+    PLACE.get().copied().or_else(|| ENDING.get().and_then(|ending| ending.launched))
 }
 
-/// How last words are printed: the log may be off, or not started yet.
-static SPEAK: OnceLock<fn(&str)> = OnceLock::new();
-
-/// Makes a panic on any thread say its rank and end all ranks. `speak` prints a message of several lines to standard
-/// error; it also prints who is missing when a limit passes.
-///
-/// Without it the others would wait in a collective for ever: rsmpi finalises when it is dropped, and finalising waits.
-pub fn install_panic_hook(speak: fn(&str)) {
-    let _ = SPEAK.set(speak);
-    std::panic::set_hook(Box::new(|panic| {
-        let place = PLACE.get().map_or(String::new(), |(rank, size)| format!("{rank} of {size}: "));
-        last_words(&format!("{place}a bug in lockstep: {panic}"));
-        abort_job(Exit::Bug);
-    }));
+/// From here on this process has nothing to add, as it is being ended. False where it has given a cause before.
+pub(super) fn fall_silent() -> bool {
+    !HAS_SPOKEN.swap(true, Ordering::SeqCst)
 }
 
-/// Says why this process ends the job.
+/// Says why this process ends the job. Where two threads come here the first speaks, and ends both.
 pub(super) fn last_words(cause: &str) {
+    if !fall_silent() {
+        loop {
+            std::thread::park();
+        }
+    }
     speak(&format!("lockstep: error: {cause}"));
 }
 
 /// Says something while the process ends.
 pub(super) fn speak(message: &str) {
-    match SPEAK.get() {
-        Some(speak) => speak(message),
+    match ENDING.get() {
+        Some(ending) => (ending.speak)(message),
         None => tracing::error!("{message}"),
     }
 }
 
 /// Ends all ranks at once with `exit`'s code, without waiting for any.
 pub fn abort_job(exit: Exit) -> ! {
+    clean_up();
     if mpi::environment::is_initialized() && !mpi::environment::is_finalized() {
         SimpleCommunicator::world().abort(i32::from(exit.code()));
     }
     std::process::exit(i32::from(exit.code()))
+}
+
+/// Ends this process alone, for threads that may not call MPI. The launcher takes the others along.
+pub(super) fn exit_at_once(exit: Exit) -> ! {
+    clean_up();
+    // Not `process::exit`: that would run the MPI library's exit handlers while the main thread is inside it.
+    signal_hook::low_level::exit(i32::from(exit.code()))
+}
+
+/// Removes what is half-written, once: writers wait from here on for the end of the process.
+fn clean_up() {
+    if let Some(ending) = ENDING.get() {
+        (ending.clean_up)();
+    }
 }
 
 /// How long notices of other ranks may still arrive once the limit has passed, and the speaker has to speak.
@@ -69,24 +117,91 @@ impl World {
     /// Says who is missing and ends the job. The lowest rank that waits speaks for all of them.
     pub(super) fn abort_after_limit(&self, operation: &str) -> ! {
         std::thread::sleep(GRACE);
-        let Attendance { waiting, missing } = self.roll.call(&self.comm);
-        if waiting.first() != Some(&self.rank) {
-            // Its limit may pass a little later. If this rank is still there then, nobody has spoken.
+        if self.roll.call(&self.comm).waiting.first() != Some(&self.rank) {
+            // Its limit may pass a little later.
             std::thread::sleep(4 * GRACE);
         }
-        let Phase { name, limit } = self.phase.get();
-        last_words(&format!(
-            "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
-             If the work is only slow, raise timeouts.{name}_s",
-            if missing.is_empty() { "all ranks are here, but their messages have".to_owned() } else { had(&missing) },
-            limit.as_secs(),
-            Ranks(&waiting),
-            if waiting.len() == 1 { "s" } else { "" },
-        ));
+        let Attendance { waiting, missing, is_said } = self.roll.call(&self.comm);
+        if is_said {
+            // Whoever speaks ends the job. If this rank is still there after a while, that has not reached it.
+            std::thread::sleep(20 * GRACE);
+            abort_job(Exit::PeerFailed);
+        }
+        self.roll.announce(&self.comm, Notice::Speaks);
+        let phase = self.phase.get();
+        last_words(&too_late(phase, operation, self.watch.doing().as_deref(), (&waiting, &missing)));
         abort_job(Exit::PeerFailed)
+    }
+
+    /// A line about a wait that takes long, for whoever watches.
+    pub(super) fn say_who_is_missing(&self, operation: &str, waited: Duration) {
+        let Attendance { missing, .. } = self.roll.call(&self.comm);
+        if missing.is_empty() {
+            return;
+        }
+        let Phase { name, limit, key } = self.phase.get();
+        tracing::info!(
+            "{}; {} has waited for {} s, at most {} s ({key})",
+            absent(name, operation, self.watch.doing().as_deref(), &missing),
+            self.rank,
+            waited.as_secs(),
+            limit.as_secs(),
+        );
     }
 }
 
-fn had(missing: &[Rank]) -> String {
-    format!("{} ha{}", Ranks(missing), if missing.len() == 1 { "s" } else { "ve" })
+/// What is known of ranks that are waited for. `doing` is what all do before they come.
+fn absent(phase: &str, operation: &str, doing: Option<&str>, missing: &[Rank]) -> String {
+    match doing {
+        Some(doing) => format!("{} still {doing}", Ranks(missing)),
+        None => {
+            let have = if missing.len() == 1 { "has" } else { "have" };
+            format!("{} {have} not come to the {operation} of phase {phase}", Ranks(missing))
+        }
+    }
+}
+
+fn too_late(
+    Phase { name, limit, key }: Phase,
+    operation: &str,
+    doing: Option<&str>,
+    (waiting, missing): (&[Rank], &[Rank]),
+) -> String {
+    let limit = limit.as_secs();
+    let wait = format!("{} wait{}", Ranks(waiting), if waiting.len() == 1 { "s" } else { "" });
+    if missing.is_empty() {
+        return format!(
+            "all ranks are in the {operation} of phase {name}, but it has not ended within {limit} s: a message is lost or \
+             very slow. See that the hosts reach each other; if the network is only slow, raise {key}"
+        );
+    }
+    let absent = absent(name, operation, doing, missing);
+    let (within, state) = if doing.is_some() { ("after", "slow, stuck or gone") } else { ("within", "stuck or gone") };
+    format!("{absent} {within} {limit} s, where {wait}: {state}. If the work is only slow, raise {key}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load() -> Phase {
+        Phase { name: "load", limit: Duration::from_secs(4), key: "timeouts.load_s" }
+    }
+
+    #[test]
+    fn whoever_is_late_is_named_with_what_it_does() {
+        let (here, late) = (&[Rank(0), Rank(2)][..], &[Rank(1)][..]);
+        insta::assert_snapshot!(
+            too_late(load(), "all-gather", Some("loading layer 3 of k3"), (here, late)),
+            @"rank 1 still loading layer 3 of k3 after 4 s, where ranks 0, 2 wait: slow, stuck or gone. If the work is only slow, raise timeouts.load_s"
+        );
+        insta::assert_snapshot!(
+            too_late(load(), "all-to-all of rows", None, (&here[..1], &[Rank(1), Rank(2)])),
+            @"ranks 1, 2 have not come to the all-to-all of rows of phase load within 4 s, where rank 0 waits: stuck or gone. If the work is only slow, raise timeouts.load_s"
+        );
+        insta::assert_snapshot!(
+            too_late(load(), "all-gather", None, (&[Rank(0), Rank(1), Rank(2)], &[])),
+            @"all ranks are in the all-gather of phase load, but it has not ended within 4 s: a message is lost or very slow. See that the hosts reach each other; if the network is only slow, raise timeouts.load_s"
+        );
+    }
 }

@@ -13,6 +13,7 @@ mod roll;
 mod signals;
 #[cfg(test)]
 pub(crate) mod simulated;
+mod watch;
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
@@ -26,15 +27,15 @@ use crate::exit::{Classify, Exit};
 use crate::fault::{Action, Faults, Injected, Stage};
 use crate::ids::Rank;
 
-use roll::Roll;
+use roll::{Notice, Roll};
+use watch::{Watch, Watchdog};
 
 pub use agree::Refusal;
 pub use compare::{Brought, Compared, Sheet};
 pub use cost::{OUTCOME_BYTES, RECORD_BYTES, Traffic};
-pub use ending::{abort_job, install_panic_hook};
+pub use ending::{Ending, abort_job, end_well};
 pub use exchange::{Parts, num_rounds};
 pub use group::Group;
-pub use signals::end_on_signals;
 
 /// Errors of the world itself.
 #[derive(Debug, thiserror::Error)]
@@ -89,6 +90,8 @@ pub struct Phase {
     pub name: &'static str,
     /// The longest a rank waits for the others.
     pub limit: Duration,
+    /// The setting that raises it.
+    pub key: &'static str,
 }
 
 /// The MPI world, seen from this rank. One exists a process; [`World::finish`] ends it.
@@ -108,6 +111,7 @@ pub struct World {
     exchanged: RefCell<Exchanged>,
     traffic: Cell<Traffic>,
     roll: Roll,
+    watch: Watch,
     faults: Faults,
 }
 
@@ -129,6 +133,9 @@ impl World {
     /// # Errors
     /// If MPI was initialised before.
     pub fn init(start: Duration, faults: Faults) -> Result<Self, WorldError> {
+        let phase = Phase { name: "start", limit: start, key: "LOCKSTEP_START_S" };
+        // MPI's start waits for every process without a limit, and so do the collectives below.
+        let watchdog = Watchdog::new(start, "start", phase.key);
         let (universe, _threading) =
             mpi::initialize_with_threading(Threading::Funneled).ok_or(WorldError::AlreadyInitialised)?;
         let comm = universe.world();
@@ -142,6 +149,7 @@ impl World {
         let first_on_host = on_host.into_iter().min().and_then(|first| u32::try_from(first).ok()).unwrap_or_default();
         let host = mpi::environment::processor_name().unwrap_or_else(|_| "unknown host".to_owned());
         ending::remember_rank(rank, size);
+        drop(watchdog);
         let mut world = Self {
             universe: ManuallyDrop::new(universe),
             comm,
@@ -151,11 +159,12 @@ impl World {
             local_size,
             first_on_host: Rank(first_on_host),
             host,
-            phase: Cell::new(Phase { name: "start", limit: start }),
+            phase: Cell::new(phase),
             round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
             traffic: Cell::default(),
             roll: Roll::new(size),
+            watch: Watch::new(rank, phase),
             faults,
         };
         world.apply_settings();
@@ -224,6 +233,13 @@ impl World {
     pub fn enter(&self, phase: Phase) {
         tracing::debug!(phase = phase.name, limit_s = phase.limit.as_secs(), "phase");
         self.phase.set(phase);
+        self.watch.enter(phase);
+    }
+
+    /// Says what this rank does from here until it next meets the others, as in `loading layer 3`: a wait that takes long
+    /// names it. Every rank has to do the same at this point.
+    pub fn begin(&self, doing: impl Into<String>) {
+        self.watch.begin(doing.into());
     }
 
     /// What faults change rather than break: the host's name, the size of a piece of an exchange.
@@ -313,6 +329,8 @@ impl World {
     /// Leaves MPI; collective. Nothing may be sent afterwards.
     pub fn finish(self) {
         self.barrier();
+        let Phase { limit, key, .. } = self.phase.get();
+        let _watchdog = Watchdog::new(limit, "end", key);
         drop(ManuallyDrop::into_inner(self.universe));
     }
 
@@ -325,12 +343,14 @@ impl World {
         let Phase { limit, .. } = self.phase.get();
         let begin = Instant::now();
         let mut announced = false;
+        self.watch.wait();
         for poll in 0u32.. {
             match request.test() {
                 Ok(_) => {
                     if announced {
-                        self.roll.announce(&self.comm, false);
+                        self.roll.announce(&self.comm, Notice::Works);
                     }
+                    self.watch.end();
                     return;
                 }
                 Err(pending) => request = pending,
@@ -345,7 +365,11 @@ impl World {
             let waited = begin.elapsed();
             if !announced && waited > Roll::notice_after(limit) {
                 announced = true;
-                self.roll.announce(&self.comm, true);
+                self.roll.announce(&self.comm, Notice::Waits);
+            }
+            // Twice as long: whoever waits as well has said so by then.
+            if waited > 2 * Roll::notice_after(limit) && self.is_root() && self.watch.is_line_due(begin) {
+                self.say_who_is_missing(operation, waited);
             }
             if waited > limit {
                 // The request can't be taken back: peers may still write into its buffer, so the job ends here.

@@ -18,9 +18,21 @@ use crate::ids::Rank;
 /// Collectives have a context of their own, so that one tag keeps notices apart from everything.
 const NOTICE_TAG: i32 = 0x10c5;
 
-/// Which ranks have said that they wait, and have not said that it is over.
+/// What a rank tells the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Notice {
+    /// It does not wait any more.
+    Works = 0,
+    /// It has waited a while.
+    Waits = 1,
+    /// Its limit has passed, and it says so for all.
+    Speaks = 2,
+}
+
+/// The last notice of every rank.
 pub(super) struct Roll {
-    waiting: RefCell<Vec<bool>>,
+    notices: RefCell<Vec<Notice>>,
 }
 
 /// Who waits and who does not, once a limit has passed.
@@ -30,11 +42,13 @@ pub(super) struct Attendance {
     pub waiting: Vec<Rank>,
     /// Ranks that have not come.
     pub missing: Vec<Rank>,
+    /// Another rank says so already.
+    pub is_said: bool,
 }
 
 impl Roll {
     pub fn new(size: usize) -> Self {
-        Self { waiting: RefCell::new(vec![false; size]) }
+        Self { notices: RefCell::new(vec![Notice::Works; size]) }
     }
 
     /// How long a rank waits before it tells the others: well before the limit.
@@ -42,12 +56,12 @@ impl Roll {
         (limit / 4).min(Duration::from_secs(1))
     }
 
-    /// Tells every other rank that this one waits, or no longer does. Never blocks.
-    pub fn announce(&self, comm: &SimpleCommunicator, waits: bool) {
+    /// Tells every other rank. Never blocks.
+    pub fn announce(&self, comm: &SimpleCommunicator, notice: Notice) {
         for rank in (0..comm.size()).filter(|&rank| rank != comm.rank()) {
             // A peer that is gone would never complete the send. The word is leaked, so that MPI may keep it, and the
             // request is forgotten: two words a peer for each wait that takes long.
-            let word: &'static [u8; 1] = Box::leak(Box::new([u8::from(waits)]));
+            let word: &'static [u8; 1] = Box::leak(Box::new([notice as u8]));
             let request = comm.process_at_rank(rank).immediate_send_with_tag(StaticScope, &word[..], NOTICE_TAG);
             std::mem::forget(request);
         }
@@ -55,22 +69,24 @@ impl Roll {
 
     /// Who waits, by the notices that have come. A rank's notices arrive in the order in which it sent them.
     pub fn call(&self, comm: &SimpleCommunicator) -> Attendance {
-        let mut waiting = self.waiting.borrow_mut();
+        let mut notices = self.notices.borrow_mut();
         while let Some((message, _)) = comm.any_process().immediate_matched_probe_with_tag(NOTICE_TAG) {
-            let (waits, status) = message.matched_receive::<u8>();
+            let (said, status) = message.matched_receive::<u8>();
             let sender = usize::try_from(status.source_rank()).ok();
-            if let Some(waiting) = sender.and_then(|rank| waiting.get_mut(rank)) {
-                *waiting = waits == 1;
+            if let Some(notice) = sender.and_then(|rank| notices.get_mut(rank)) {
+                let known = [Notice::Works, Notice::Waits, Notice::Speaks];
+                *notice = known.into_iter().find(|known| *known as u8 == said).unwrap_or(Notice::Works);
             }
         }
-        attendance(&waiting, usize::try_from(comm.rank()).unwrap_or_default())
+        attendance(&notices, usize::try_from(comm.rank()).unwrap_or_default())
     }
 }
 
-fn attendance(waiting: &[bool], mine: usize) -> Attendance {
-    let ranks = || waiting.iter().enumerate().map(|(rank, &waits)| (rank, rank == mine || waits));
+fn attendance(notices: &[Notice], mine: usize) -> Attendance {
+    let ranks = || notices.iter().enumerate().map(|(rank, &notice)| (rank, rank == mine || notice != Notice::Works));
     let of = |here: bool| ranks().filter(|(_, waits)| *waits == here).map(|(rank, _)| Rank::from_index(rank)).collect();
-    Attendance { waiting: of(true), missing: of(false) }
+    let is_said = notices.contains(&Notice::Speaks);
+    Attendance { waiting: of(true), missing: of(false), is_said }
 }
 
 #[cfg(test)]
@@ -79,8 +95,11 @@ mod tests {
 
     #[test]
     fn whoever_does_not_wait_is_missing() {
-        let attendance = attendance(&[true, false, false, true], 2);
-        assert_eq!(attendance.waiting, [Rank(0), Rank(2), Rank(3)]);
-        assert_eq!(attendance.missing, [Rank(1)]);
+        use Notice::{Speaks, Waits, Works};
+        let found = attendance(&[Waits, Works, Works, Waits], 2);
+        assert_eq!(found.waiting, [Rank(0), Rank(2), Rank(3)]);
+        assert_eq!((found.missing, found.is_said), (vec![Rank(1)], false));
+        let found = attendance(&[Speaks, Works, Works, Waits], 3);
+        assert_eq!((found.waiting, found.is_said), (vec![Rank(0), Rank(3)], true));
     }
 }

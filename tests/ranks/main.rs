@@ -13,6 +13,7 @@ mod equal_setups;
 mod fixtures;
 mod inspect;
 mod loading;
+mod soak;
 mod support;
 mod tuning;
 mod verdicts;

@@ -216,7 +216,7 @@ fn e1_a_rank_that_does_not_finish_tuning() {
     let run = || tuned(run(&work, &checkpoint, 3, 8));
     ran_alike(&faults(run(), &["1:tune:delay=2"]).succeed().report);
     let stuck = faults(run(), &["1:tune:hang"]).key("timeouts", "compile_s", "2");
-    stuck.fails_with(5, &["rank 1 has not come", "phase compile", "timeouts.compile_s"]);
+    stuck.fails_with(5, &["rank 1 has not come", "phase tune", "timeouts.compile_s"]);
     faults(run(), &["1:tune:error"]).fails_with(3, &["(rank 1 of 3)", "at tune"]);
 }
 

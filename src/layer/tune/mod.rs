@@ -109,7 +109,8 @@ pub(super) fn tune(
         return Ok(TacticTable::default());
     }
     let begin = Instant::now();
-    world.enter(Phase { name: "compile", limit: Duration::from_secs(options.deployment.timeouts.compile_s) });
+    let limit = Duration::from_secs(options.deployment.timeouts.compile_s);
+    world.enter(Phase { name: "tune", limit, key: "timeouts.compile_s" });
     world.agree(world.fault(Stage::Tune))?;
     let declared = capacity_of(&options.deployment).max_tokens_at_once();
     let tokens_at_once = options.num_tokens.map_or(declared, |tokens| tokens.min(declared));

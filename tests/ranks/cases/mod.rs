@@ -8,9 +8,12 @@ mod c_numerics;
 pub(crate) mod d_files;
 mod d_layout;
 mod g_death;
+mod g_launch;
+mod g_signals;
 mod h_determinism;
 mod i_yaml;
 mod j_memory;
+mod j_phases;
 
 use crate::support::compare::{Tolerance, assert_rows};
 use crate::support::made::{S_ANSWER, S_ANSWER_W4A4, S_ANSWER_W4A16};

@@ -3,15 +3,19 @@
 //! Knows nothing of what the command means.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use super::disturb::{Pipes, Running};
+use super::processes::{MARKER, high_water_mark, kill, marked_processes, wait_until_gone};
 
 /// Every failing case has to be over by then (DESIGN: all ranks gone within 30 s).
 pub const FAILURE_LIMIT: Duration = Duration::from_secs(30);
@@ -19,20 +23,21 @@ pub const FAILURE_LIMIT: Duration = Duration::from_secs(30);
 pub const SUCCESS_LIMIT: Duration = Duration::from_secs(240);
 /// Jobs at once over all test threads and processes: the smallest machine we test on has two cores.
 const NUM_SLOTS: usize = 2;
-/// Marks every process of a job, so that a hung one is found whatever group or session it has moved to.
-const MARKER: &str = "RANKS_TEST_JOB";
 
 /// A command to start.
 #[derive(Debug, Clone)]
 pub struct Job {
     ranks: Option<usize>,
+    through_launcher: bool,
     program: PathBuf,
     args: Vec<OsString>,
     env: Vec<(String, String)>,
+    unset: Vec<String>,
     of_rank: Vec<(usize, Change)>,
     limit: Duration,
     watch_memory: bool,
     dir: Option<PathBuf>,
+    pipes: Pipes,
 }
 
 /// What is different on one rank.
@@ -68,17 +73,25 @@ pub fn mpirun(ranks: usize) -> Job {
     Job { ranks: Some(ranks), ..alone() }
 }
 
+/// The same through the project's own launcher.
+pub fn launcher(ranks: usize) -> Job {
+    Job { through_launcher: true, ..mpirun(ranks) }
+}
+
 /// The binary under test without a launcher.
 pub fn alone() -> Job {
     Job {
         ranks: None,
+        through_launcher: false,
         program: env!("CARGO_BIN_EXE_lockstep").into(),
         args: Vec::new(),
         env: vec![("LOCKSTEP_THREADS".into(), "1".into())],
+        unset: Vec::new(),
         of_rank: Vec::new(),
         limit: SUCCESS_LIMIT,
         watch_memory: false,
         dir: None,
+        pipes: Pipes::Read,
     }
 }
 
@@ -97,6 +110,12 @@ impl Job {
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.retain(|(known, _)| known != name);
         self.env.push((name.into(), value.into()));
+        self
+    }
+
+    /// Takes a variable away, also one that these tests set for every job.
+    pub fn without_env(mut self, name: &str) -> Self {
+        self.unset.push(name.into());
         self
     }
 
@@ -141,6 +160,12 @@ impl Job {
         self
     }
 
+    /// Leaves pipes without a reader, as where `| head` has seen enough.
+    pub fn pipes(mut self, pipes: Pipes) -> Self {
+        self.pipes = pipes;
+        self
+    }
+
     fn program(mut self, program: &str) -> Self {
         self.program = program.into();
         self
@@ -158,7 +183,10 @@ impl Job {
             }
             return line;
         }
-        if let Some(ranks) = self.ranks {
+        if let (Some(ranks), true) = (self.ranks, self.through_launcher) {
+            line.push(concat!(env!("CARGO_MANIFEST_DIR"), "/launch/mpirun.sh").into());
+            line.extend(["--ranks".into(), ranks.to_string().into(), "--binary".into()]);
+        } else if let Some(ranks) = self.ranks {
             line.extend(["mpirun".into(), "--oversubscribe".into(), "-n".into(), ranks.to_string().into()]);
         }
         line.push(self.program.clone().into());
@@ -216,6 +244,9 @@ impl Job {
             .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
             .env("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
             .envs(self.env.iter().map(|(name, value)| (name, value)));
+        self.unset.iter().for_each(|name| {
+            command.env_remove(name);
+        });
         command.spawn().unwrap_or_else(|error| {
             panic!(
                 "cannot start {}: {error}. These tests need Open MPI: on Debian or Ubuntu \
@@ -230,14 +261,22 @@ impl Job {
     /// Panics, with what was printed so far and after killing every process, if the limit passes or a process outlives
     /// the job.
     pub fn run(&self) -> Outcome {
+        self.run_while(|_| {})
+    }
+
+    /// As [`Job::run`], with `disturb` once the job has started.
+    pub fn run_while(&self, disturb: impl FnOnce(&Running)) -> Outcome {
         static NEXT_JOB: AtomicUsize = AtomicUsize::new(0);
         let _slot = take_slot();
         let mark = format!("{}-{}", std::process::id(), NEXT_JOB.fetch_add(1, Ordering::Relaxed));
         let command = self.command_line().iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
         let start = Instant::now();
         let mut child = self.spawn(&mark);
-        let stdout = drain(child.stdout.take().expect("stdout is piped"));
-        let stderr = drain(child.stderr.take().expect("stderr is piped"));
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let seen = Arc::default();
+        let stdout = drain(stdout.filter(|_| self.pipes == Pipes::Read), &Arc::default());
+        let stderr = drain(stderr.filter(|_| self.pipes != Pipes::NoneRead), &seen);
+        disturb(&Running { pid: child.id(), mark: mark.clone(), seen });
 
         let (status, peak_rss_bytes) = self.wait(child, &mark, start);
         let elapsed = start.elapsed();
@@ -314,7 +353,7 @@ impl Outcome {
 
     /// Everything printed to stderr from a line that starts with `lockstep: error` (or `error`, of the option parser) to the
     /// next such line or the launcher's own epilogue.
-    fn error_messages(&self) -> Vec<String> {
+    pub fn error_messages(&self) -> Vec<String> {
         let mut messages: Vec<String> = Vec::new();
         let mut within = false;
         for line in self.stderr.lines() {
@@ -355,57 +394,24 @@ fn take_slot() -> File {
     slots.swap_remove(mine)
 }
 
-fn drain(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+/// Reads to the end and shows in `seen` what has come so far. No pipe, nothing to read: its other end is closed at once.
+fn drain(pipe: Option<impl Read + Send + 'static>, seen: &Arc<Mutex<Vec<u8>>>) -> thread::JoinHandle<String> {
+    let (seen, mut pipe) = (Arc::clone(seen), pipe);
     thread::spawn(move || {
-        let mut bytes = Vec::new();
+        let lock = || seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut piece = [0; 4096];
         // An error here means the pipe broke, after which there is nothing more to read.
-        let _ = pipe.read_to_end(&mut bytes);
-        String::from_utf8_lossy(&bytes).into_owned()
-    })
-}
-
-fn marked_processes(mark: &str) -> Vec<u32> {
-    let wanted = format!("{MARKER}={mark}");
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    entries
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
-        .filter(|pid| {
-            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environment.split(|&byte| byte == 0).any(|variable| variable == wanted.as_bytes())
-        })
-        .collect()
-}
-
-/// Gives processes that the launcher has ended a moment to vanish from the table; what remains has outlived the job.
-fn wait_until_gone(mark: &str) -> Vec<u32> {
-    let deadline = Instant::now() + Duration::from_secs(2);
-    loop {
-        let alive = marked_processes(mark);
-        if alive.is_empty() || Instant::now() > deadline {
-            return alive;
+        while let Some(length @ 1..) = pipe.as_mut().and_then(|pipe| pipe.read(&mut piece).ok()) {
+            lock().extend_from_slice(&piece[..length]);
         }
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-fn kill(pids: &[u32]) {
-    if pids.is_empty() {
-        return;
-    }
-    let list = pids.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-    // Some may have gone meanwhile, which `kill` reports as a failure.
-    let _ = Command::new("sh").arg("-c").arg(format!("kill -9 {list}")).stderr(Stdio::null()).status();
-}
-
-fn high_water_mark(pid: u32) -> Option<u64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kib * 1024)
+        String::from_utf8_lossy(&lock()).into_owned()
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn shell(job: Job, script: &str) -> Job {

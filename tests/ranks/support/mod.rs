@@ -4,10 +4,13 @@
 
 pub mod checkpoint;
 pub mod compare;
+pub mod disturb;
 pub mod fixtures;
 pub mod launch;
 pub mod made;
+pub mod processes;
 pub mod report;
 pub mod run;
 pub mod safetensors;
+pub mod scene;
 pub mod tensor;
