@@ -18,6 +18,7 @@ pub mod fault;
 pub mod world;
 pub mod checkpoint;
 pub mod dispatch;
+pub mod plan;
 pub mod backend;
 pub mod facts;
 pub mod layer;

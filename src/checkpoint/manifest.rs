@@ -105,6 +105,11 @@ pub(crate) fn survey(
 }
 
 impl Parts {
+    /// The router's weight and the latent projections.
+    pub(super) fn matrices(&self) -> impl Iterator<Item = EntryIdx> {
+        [self.router_weight, self.latent_down, self.latent_up].into_iter().flatten()
+    }
+
     /// All but the shared expert.
     pub(super) fn around(&self) -> Vec<EntryIdx> {
         let all = [self.router_weight, self.router_bias, self.latent_down, self.latent_up, self.latent_norm];

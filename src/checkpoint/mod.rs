@@ -122,6 +122,12 @@ impl Checkpoint {
         modules::count_modules(&self.table)
     }
 
+    /// Bytes of the matrices around a layer's routed experts, shared ones left out: router and latent projections.
+    #[must_use]
+    pub fn dense_bytes(&self, manifest: &LayerManifest) -> u64 {
+        manifest.parts.matrices().map(|entry| self.table.entry(entry).num_bytes()).sum()
+    }
+
     /// Checks one MoE layer from headers alone: that all experts are there and whole, with the right shapes and dtypes, and that
     /// router, shared expert and latent projections are those of the config.
     ///

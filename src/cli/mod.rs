@@ -8,8 +8,10 @@ pub mod failure;
 pub mod inspect;
 pub mod job;
 pub mod logging;
+pub mod model;
 pub mod options;
 pub mod output;
+pub mod plan;
 pub mod progress;
 pub mod resolve;
 pub mod run;
@@ -56,6 +58,8 @@ pub enum Command {
     Inspect(inspect::InspectArgs),
     /// Says which implementation every layer would run, and why; needs no launcher
     Resolve(resolve::ResolveArgs),
+    /// Says on paper what ranks, weights, buffers and links a deployment takes; needs no launcher
+    Plan(plan::PlanArgs),
     /// Shows what every rank is, and where ranks differ
     Doctor(doctor::DoctorArgs),
     /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
@@ -101,6 +105,7 @@ fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
         Command::Bench(args) => bench::command(&args, env),
         Command::Inspect(args) => inspect::command(&args, env),
         Command::Resolve(args) => resolve::command(&args, env),
+        Command::Plan(args) => plan::command(&args, env),
         Command::Doctor(args) => doctor::command(&args, env),
         Command::Sample(args) => sample::run(&args, env),
     }

@@ -3,15 +3,15 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::Serialize;
 
 use super::failure::Failure;
 use super::logging::LogSettings;
+use super::model::{Model, ModelArgError};
 use super::options::{DeploymentArgs, LogArgs, read_text};
 use super::output;
 use super::values::LayerChoice;
-use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::config::{ConfigError, Deployment};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -19,7 +19,7 @@ use crate::ids::LayerIdx;
 use crate::layer::plan::{self, Asked};
 use crate::layer::{LayerError, Part};
 use crate::model::ModelError;
-use crate::sample::{Geometry, SampleSpec};
+use crate::sample::SampleSpec;
 use crate::select::environment::EnvironmentError;
 use crate::select::fingerprint::FingerprintError;
 use crate::select::registry::Registry;
@@ -57,18 +57,9 @@ pub enum ResolveCommandError {
     /// The deployment.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Neither a directory nor a geometry.
-    #[error(
-        "--model {model} is neither a directory nor a geometry; give a checkpoint's directory or one of {}",
-        geometries()
-    )]
-    Model {
-        /// What was given.
-        model: String,
-    },
-    /// The checkpoint.
+    /// No such model.
     #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
+    Model(#[from] ModelArgError),
     /// A geometry's own config.
     #[error(transparent)]
     Geometry(#[from] ModelError),
@@ -117,19 +108,15 @@ impl Classify for ResolveCommandError {
     fn exit(&self) -> Exit {
         match self {
             Self::Config(error) => error.exit(),
-            Self::Checkpoint(error) => error.exit(),
+            Self::Model(error) => error.exit(),
             Self::Geometry(error) => error.exit(),
             Self::Layer(error) => error.exit(),
             Self::Select(error) => error.exit(),
             Self::Environment { source, .. } => source.exit(),
             Self::Fingerprint(error) => error.exit(),
-            Self::Model { .. } | Self::GeometryLayers { .. } | Self::Read { .. } => Exit::BadInput,
+            Self::GeometryLayers { .. } | Self::Read { .. } => Exit::BadInput,
         }
     }
-}
-
-fn geometries() -> String {
-    Geometry::value_variants().iter().map(|geometry| geometry.name()).collect::<Vec<_>>().join(", ")
 }
 
 /// What would run, and the digest that a run on such ranks reports.
@@ -198,13 +185,12 @@ pub fn resolved(
 
 /// What every layer asks of an implementation, and which are kept unquantised against the deployment.
 fn problems(args: &ResolveArgs, deployment: &Deployment) -> Result<(Vec<Problem>, Vec<u32>), ResolveCommandError> {
-    let path = PathBuf::from(&args.model);
-    if !path.is_dir() {
-        let geometry = Geometry::from_str(&args.model, true)
-            .map_err(|_| ResolveCommandError::Model { model: args.model.clone() })?;
-        return Ok((vec![of_geometry(&SampleSpec::of(geometry), args, deployment)?], Vec::new()));
-    }
-    let checkpoint = Checkpoint::open(&path)?;
+    let checkpoint = match Model::open(&args.model)? {
+        Model::Checkpoint(checkpoint) => checkpoint,
+        Model::Geometry(geometry) => {
+            return Ok((vec![of_geometry(&SampleSpec::of(geometry), args, deployment)?], Vec::new()));
+        }
+    };
     let layers = match &args.layers {
         LayerChoice::All => None,
         LayerChoice::List(layers) => Some(layers.as_slice()),

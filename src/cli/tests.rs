@@ -43,6 +43,11 @@ fn help_of_resolve() {
 }
 
 #[test]
+fn help_of_plan() {
+    insta::assert_snapshot!(help::<plan::PlanArgs>("plan"));
+}
+
+#[test]
 fn help_of_doctor() {
     insta::assert_snapshot!(help::<doctor::DoctorArgs>("doctor"));
 }

@@ -163,6 +163,11 @@ pub(super) fn positive(text: &str) -> Result<usize, String> {
     count(text, 1)
 }
 
+/// A number above 0, for clap.
+pub(super) fn rate(text: &str) -> Result<f64, String> {
+    Scalar::bare(text).rate().map_err(|error| error.to_string())
+}
+
 /// A layer number, for clap.
 pub(super) fn layer(text: &str) -> Result<LayerIdx, String> {
     count(text, 0).map(LayerIdx)

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::config;
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 
@@ -83,6 +84,12 @@ impl Chunks {
     pub fn tokens(&self, chunk: usize, num_tokens: usize) -> Range<usize> {
         let start = (chunk * self.chunk_tokens).min(num_tokens);
         start..(start + self.chunk_tokens).min(num_tokens)
+    }
+}
+
+impl From<&config::Dispatch> for Capacity {
+    fn from(dispatch: &config::Dispatch) -> Self {
+        Self { num_max_tokens_per_rank: dispatch.num_max_tokens_per_rank, chunk_tokens: dispatch.chunk_tokens }
     }
 }
 

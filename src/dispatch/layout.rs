@@ -30,14 +30,21 @@ impl PayloadForm {
         }
     }
 
-    /// Bytes of `hidden` values.
+    /// Bytes of `hidden` values: of the values or codes, and of their block scales.
+    #[must_use]
+    pub const fn parts(self, hidden: usize) -> (usize, usize) {
+        match self {
+            Self::F32 => (hidden * 4, 0),
+            Self::Bf16 => (hidden * 2, 0),
+            Self::Nvfp4 { .. } => (hidden / 2, hidden / BLOCK),
+        }
+    }
+
+    /// Bytes of `hidden` values, all of them.
     #[must_use]
     pub const fn bytes(self, hidden: usize) -> usize {
-        match self {
-            Self::F32 => hidden * 4,
-            Self::Bf16 => hidden * 2,
-            Self::Nvfp4 { .. } => hidden / 2 + hidden / BLOCK,
-        }
+        let (values, scales) = self.parts(hidden);
+        values + scales
     }
 
     /// Writes `values` in this form.

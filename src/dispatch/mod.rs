@@ -1,6 +1,6 @@
 //! How tokens reach their experts and how rows come back.
 //!
-//! [`placement`], [`plan`], [`layout`] and [`capacity`] are pure: from counts and ids that every rank knows they decide
+//! [`placement`], [`plan`], [`layout`], [`travel`] and [`capacity`] are pure: from counts and ids that every rank knows they decide
 //! all that is sent. [`host`] carries it out over MPI and decides nothing.
 
 pub mod capacity;
@@ -9,3 +9,4 @@ pub mod host;
 pub mod layout;
 pub mod placement;
 pub mod plan;
+pub mod travel;

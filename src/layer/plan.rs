@@ -65,7 +65,9 @@ pub fn plan_layer(checkpoint: &Checkpoint, asked: &Asked<'_>, layer: LayerIdx) -
     Ok(LayerPlan { manifest, decision, problem })
 }
 
-fn facts(manifest: &LayerManifest) -> LayerFacts {
+/// What a layer's headers say, as far as decisions need it.
+#[must_use]
+pub fn facts(manifest: &LayerManifest) -> LayerFacts {
     let num_nvfp4 = manifest.experts.iter().filter(|format| **format == ExpertFormat::Nvfp4).count();
     LayerFacts {
         layer: manifest.layer,

@@ -1,7 +1,7 @@
 //! What runs every layer, resolved from the joint facts of all ranks, and the fingerprints that they compare.
 
 use crate::config::Deployment;
-use crate::dispatch::combine::CombineMode;
+use crate::dispatch::travel::{combine_mode, payload_form, row_form};
 use crate::facts::{self, BUILD};
 use crate::select::fingerprint::{BuildFacts, SessionBuilder};
 use crate::select::registry::Registry;
@@ -12,7 +12,7 @@ use crate::world::{Group, World};
 
 use super::agreement::{self, Topic};
 use super::plan::LayerPlan;
-use super::session::{SessionOptions, payload_form, row_form};
+use super::session::SessionOptions;
 use super::tune::TacticTable;
 use super::{LayerError, MoeLayer};
 use crate::model::MoeGeometry;
@@ -177,14 +177,13 @@ fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
 
 fn add_decision(fields: &mut SessionBuilder, geometry: &MoeGeometry, decision: &LayerDecision) {
     let row = row_form(geometry, decision);
-    let mode = if decision.combine_at_home { CombineMode::Slot } else { CombineMode::Rank };
     fields
         .layer(decision.layer)
         .activation(decision.activation)
         .routing(geometry.routing)
         .constant("norm_eps", geometry.latent.and_then(|latent| latent.norm_eps))
         .travel("payload", payload_form(decision, 1.0).name())
-        .travel("combine", mode.name())
+        .travel("combine", combine_mode(decision).name())
         .travel("combine_dtype", row.form.name())
         .travel("return_bytes", row.form.row_bytes(row.hidden));
 }

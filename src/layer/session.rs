@@ -8,17 +8,16 @@ use std::time::Duration;
 use crate::backend::{self, Backend, BackendError, Isa};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
-use crate::dispatch::capacity::{BufferPlan, BufferSizes, Capacity, CapacityError};
-use crate::dispatch::combine::{CombineMode, RowForm};
+use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
 use crate::dispatch::host::HostTransport;
-use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
 use crate::dispatch::placement::Placement;
+use crate::dispatch::travel::{buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
 use crate::select::tactics::{RowBucket, Tactic};
-use crate::select::{self, Digest, Environment, LayerDecision, Selection, TokenForm};
+use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
 use super::load::{Loaded, Loader};
@@ -174,10 +173,7 @@ impl Session {
 }
 
 pub(super) fn capacity_of(deployment: &Deployment) -> Capacity {
-    Capacity {
-        num_max_tokens_per_rank: deployment.dispatch.num_max_tokens_per_rank,
-        chunk_tokens: deployment.dispatch.chunk_tokens,
-    }
+    Capacity::from(&deployment.dispatch)
 }
 
 /// The largest buffers that any layer needs, checked against this host's memory and said before anything is allocated.
@@ -190,24 +186,9 @@ fn plan_buffers(
     let declared = capacity.max_tokens_at_once();
     let tokens_at_once = num_tokens.map_or(declared, |n| n.min(declared));
     let placement = Placement::new(geometry.num_experts, world.size());
+    let num_local_experts = placement.local_experts(world.rank()).len();
     let of_layer = |decision: &LayerDecision| {
-        let layout = TokenLayout {
-            payload: payload_form(decision, 1.0),
-            hidden: geometry.expert_hidden,
-            num_topk: geometry.num_topk,
-        };
-        let row_form = row_form(geometry, decision);
-        let sizes = BufferSizes {
-            num_ranks: world.size(),
-            num_local_experts: placement.local_experts(world.rank()).len(),
-            num_topk: geometry.num_topk,
-            hidden: geometry.expert_hidden,
-            intermediate: geometry.intermediate,
-            token_bytes: layout.row_bytes(),
-            return_bytes: row_form.form.row_bytes(row_form.hidden),
-            per_slot: decision.combine_at_home,
-        };
-        BufferPlan::new(&sizes, tokens_at_once)
+        BufferPlan::new(&buffer_sizes(geometry, decision, world.size(), num_local_experts), tokens_at_once)
     };
     let buffers =
         plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
@@ -231,19 +212,6 @@ fn plan_buffers(
         }
         _ => Ok(buffers),
     }
-}
-
-pub(super) fn payload_form(decision: &LayerDecision, input_scale: f32) -> PayloadForm {
-    match decision.token_form {
-        TokenForm::F32 => PayloadForm::F32,
-        TokenForm::Bf16 => PayloadForm::Bf16,
-        TokenForm::Nvfp4 => PayloadForm::Nvfp4 { input_scale },
-    }
-}
-
-pub(super) fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowForm {
-    let form = if decision.combine_bf16 { CombineForm::Bf16 } else { CombineForm::F32 };
-    RowForm { hidden: geometry.expert_hidden, form }
 }
 
 /// The backends that the selection names, by technique.
@@ -299,7 +267,7 @@ fn load_layers(
         let transport = HostTransport {
             placement,
             payload: payload_form(decision, input_scale.unwrap_or(1.0)),
-            mode: if decision.combine_at_home { CombineMode::Slot } else { CombineMode::Rank },
+            mode: combine_mode(decision),
             row_form: row_form(geometry, decision),
         };
         layers.push(MoeLayer {

@@ -38,6 +38,8 @@ pub struct Preset {
     pub scaling: f64,
     /// Leading layers without experts.
     pub num_dense: usize,
+    /// Decoder layers, the dense ones included.
+    pub num_layers: usize,
 }
 
 impl Geometry {
@@ -56,6 +58,7 @@ impl Geometry {
                 topk_group: 1,
                 scaling: 1.0,
                 num_dense: 1,
+                num_layers: 93,
             },
             Self::DeepseekV3 => Preset {
                 hidden: 7168,
@@ -68,6 +71,7 @@ impl Geometry {
                 topk_group: 4,
                 scaling: 2.5,
                 num_dense: 3,
+                num_layers: 61,
             },
             Self::Qwen3 => Preset {
                 hidden: 4096,
@@ -80,6 +84,7 @@ impl Geometry {
                 topk_group: 1,
                 scaling: 1.0,
                 num_dense: 0,
+                num_layers: 94,
             },
         }
     }

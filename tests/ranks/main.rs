@@ -3,7 +3,8 @@
 //! Needs Open MPI. `cases` holds one test for each reduced case of other systems' faults, under the case's letter and
 //! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
-//! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory.
+//! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
+//! `plan` what is said on paper.
 
 mod agreement;
 mod agreement_cost;
@@ -13,6 +14,7 @@ mod equal_setups;
 mod fixtures;
 mod inspect;
 mod loading;
+mod plan;
 mod soak;
 mod support;
 mod tuning;

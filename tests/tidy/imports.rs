@@ -15,6 +15,7 @@ const ORDER: &[&[&str]] = &[
     &["config"],
     &["select"],
     &["dispatch"],
+    &["plan"],
     &["fault"],
     &["world", "checkpoint", "env", "host"],
     &["dispatch::host"],
@@ -27,7 +28,7 @@ const ORDER: &[&[&str]] = &[
 ];
 
 /// Up to here modules are pure: no I/O, no clock, no environment, no `unsafe`.
-const LAST_PURE: &str = "dispatch";
+const LAST_PURE: &str = "plan";
 
 fn level(unit: &str) -> Option<usize> {
     ORDER.iter().position(|line| line.contains(&unit))

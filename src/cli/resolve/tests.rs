@@ -3,10 +3,13 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use clap::ValueEnum;
+
 use super::*;
 use crate::config::{Effective, Sources};
 use crate::ids::Rank;
 use crate::layer::{Asks, select_jointly};
+use crate::sample::Geometry;
 use crate::select::environment::Fact;
 use crate::select::tests::worlds::registry as with_gpus;
 use crate::world::Group;

@@ -6,6 +6,7 @@ use super::*;
 use crate::backend::{self, Isa};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Activations, Combine, CombineDtype, Payload};
+use crate::dispatch::combine::CombineMode;
 use crate::dispatch::host::HostTransport;
 use crate::dispatch::placement::Placement;
 use crate::exit::{Classify, Known};

@@ -1,0 +1,57 @@
+//! From a layer's decision to the forms of what travels and the sizes of its buffers: once, for runs and for plans. Pure.
+
+use crate::dispatch::capacity::BufferSizes;
+use crate::dispatch::combine::{CombineMode, RowForm};
+use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
+use crate::model::MoeGeometry;
+use crate::select::{LayerDecision, TokenForm};
+
+/// The form of a travelling token's values. `input_scale` is FC1's, which sizes do not depend on.
+#[must_use]
+pub fn payload_form(decision: &LayerDecision, input_scale: f32) -> PayloadForm {
+    match decision.token_form {
+        TokenForm::F32 => PayloadForm::F32,
+        TokenForm::Bf16 => PayloadForm::Bf16,
+        TokenForm::Nvfp4 => PayloadForm::Nvfp4 { input_scale },
+    }
+}
+
+/// The form of a row that comes back.
+#[must_use]
+pub fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowForm {
+    let form = if decision.combine_bf16 { CombineForm::Bf16 } else { CombineForm::F32 };
+    RowForm { hidden: geometry.expert_hidden, form }
+}
+
+/// Where the routing weights are applied.
+#[must_use]
+pub fn combine_mode(decision: &LayerDecision) -> CombineMode {
+    if decision.combine_at_home { CombineMode::Slot } else { CombineMode::Rank }
+}
+
+/// The bytes of a travelling token.
+#[must_use]
+pub fn token_layout(geometry: &MoeGeometry, decision: &LayerDecision) -> TokenLayout {
+    TokenLayout { payload: payload_form(decision, 1.0), hidden: geometry.expert_hidden, num_topk: geometry.num_topk }
+}
+
+/// What decides the buffers of a rank with `num_local_experts` in a world of `num_ranks`.
+#[must_use]
+pub fn buffer_sizes(
+    geometry: &MoeGeometry,
+    decision: &LayerDecision,
+    num_ranks: usize,
+    num_local_experts: usize,
+) -> BufferSizes {
+    let row_form = row_form(geometry, decision);
+    BufferSizes {
+        num_ranks,
+        num_local_experts,
+        num_topk: geometry.num_topk,
+        hidden: geometry.expert_hidden,
+        intermediate: geometry.intermediate,
+        token_bytes: token_layout(geometry, decision).row_bytes(),
+        return_bytes: row_form.form.row_bytes(row_form.hidden),
+        per_slot: decision.combine_at_home,
+    }
+}
