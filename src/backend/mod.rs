@@ -3,6 +3,7 @@
 //! A backend knows nothing of ranks, routing or files. It is given typed projections, packs them once, and runs batches.
 
 mod checks;
+pub mod cuda;
 pub mod reference;
 pub mod simd;
 

@@ -1,0 +1,3 @@
+//! Experts on NVIDIA GPUs.
+
+pub mod pack;
