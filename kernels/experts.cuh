@@ -26,7 +26,7 @@ struct GroupedGemmArgs {
     const u32* expert_offsets;
     /// `[num_rows]` the token that each row reads.
     const u32* row_token;
-    /// `[num_tokens, HIDDEN]` bf16; the wgmma schedules take the image that `gather_tokens` makes instead.
+    /// `[num_tokens, HIDDEN]` bf16; schedules that say so take the image of permute.cu instead.
     const u8* tokens;
     /// FC2's input, bf16: `[num_rows, INTERMEDIATE]`, or an image.
     u8* inner;
@@ -34,8 +34,8 @@ struct GroupedGemmArgs {
     u8* out;
     /// `[2]` block scales that saturated and that became 0 while FC2's input was quantised; added to.
     u64* counts;
-    /// Joins and barriers of the small schedule, zero before the first launch.
-    u32* scratch;
+    /// `[2]` the grid barrier of grouped_gemm_small.cu, zero before the first launch.
+    u32* barrier;
     /// Multiplies every token value.
     float token_scale;
     u32 num_experts;
@@ -43,71 +43,116 @@ struct GroupedGemmArgs {
 
 static_assert(sizeof(GroupedGemmArgs) == 72, "GroupedGemmArgs has the size that the host passes");
 
-/// A block of weight rows times a block of an expert's rows.
-struct Tile {
+/// Where a tile lies: `index` counts the tiles of its expert.
+struct Place {
     u32 expert;
-    /// Which block of weight rows.
-    u32 weight_block;
-    /// The first row, among all experts' rows, and how many there are (at most the size of a block of rows).
+    u32 index;
+    /// The expert's first row among all experts' rows, and how many it has.
     u32 first_row;
     u32 num_rows;
     /// Rows of earlier experts, each expert's rounded up to 8.
-    u32 padded_start;
-    /// The expert's rows, and where in them the tile starts.
-    u32 expert_rows;
-    u32 row_in_expert;
+    u32 padded_row;
 };
 
-/// Finds tiles in ascending order, expert > weight block > row block, so that an expert's weights stay in L2.
+/// Finds tiles in ascending order, expert by expert. An expert has `kTiles` for each `kBlockRows` rows, the last of which
+/// may be fewer; none where it has no rows or is of another format.
 ///
 /// A warp looks at 32 experts at a time, and every warp of a block by itself: no barrier, and no limit on experts.
-struct TileCursor {
-    u32 first_expert;
-    u32 tiles_before;
-    u32 padded_before;
+template <u32 kTiles, u32 kBlockRows>
+class TileCursor {
+public:
+    DEVICE explicit TileCursor(const GroupedGemmArgs& args) : args_(args) {}
 
-    DEVICE static TileCursor start() { return TileCursor{0, 0, 0}; }
-
-    /// The tile of number `wanted`, not below an earlier call's; false when there are no more. All lanes call it.
-    template <u32 kWeightBlocks, u32 kBlockRows>
-    DEVICE bool find(const GroupedGemmArgs& args, u32 wanted, Tile& tile) {
-        const u32 lane = threadIdx.x % kWarp;
-        while (first_expert < args.num_experts) {
-            const u32 expert = first_expert + lane;
-            u32 start = 0, num_rows = 0, num_tiles = 0;
-            if (expert < args.num_experts) {
-                start = args.expert_offsets[expert];
-                num_rows = args.expert_offsets[expert + 1] - start;
-                if (args.experts[expert].fc1 != nullptr) num_tiles = ceil_div(num_rows, kBlockRows) * kWeightBlocks;
-            }
-            const u32 padded_rows = ceil_div(num_rows, 8u) * 8;
-            u32 tiles_through = num_tiles, padded_through = padded_rows;
-            for (u32 distance = 1; distance < kWarp; distance *= 2) {
-                const u32 tiles = __shfl_up_sync(kAllLanes, tiles_through, distance);
-                const u32 padded = __shfl_up_sync(kAllLanes, padded_through, distance);
-                if (lane >= distance) {
-                    tiles_through += tiles;
-                    padded_through += padded;
-                }
-            }
-            const u32 holders = __ballot_sync(kAllLanes, wanted < tiles_before + tiles_through);
+    /// The tile of number `wanted`, which is not below an earlier call's; false when there are no more. All lanes call it.
+    DEVICE bool find(u32 wanted, Place& place) {
+        while (first_expert_ < args_.num_experts) {
+            const Experts experts = look();
+            const u32 holders = __ballot_sync(kAllLanes, wanted < tiles_before_ + experts.tiles_through);
             if (holders != 0) {
                 const u32 holder = __ffs(holders) - 1;
-                const u32 index = wanted - tiles_before - __shfl_sync(kAllLanes, tiles_through - num_tiles, holder);
-                tile.expert = first_expert + holder;
-                tile.expert_rows = __shfl_sync(kAllLanes, num_rows, holder);
-                tile.padded_start = padded_before + __shfl_sync(kAllLanes, padded_through - padded_rows, holder);
-                const u32 row_blocks = ceil_div(tile.expert_rows, kBlockRows);
-                tile.weight_block = index / row_blocks;
-                tile.row_in_expert = index % row_blocks * kBlockRows;
-                tile.first_row = __shfl_sync(kAllLanes, start, holder) + tile.row_in_expert;
-                tile.num_rows = min_of(kBlockRows, tile.expert_rows - tile.row_in_expert);
+                const u32 tiles_before = tiles_before_ + experts.tiles_through - experts.num_tiles;
+                place.expert = first_expert_ + holder;
+                place.index = wanted - __shfl_sync(kAllLanes, tiles_before, holder);
+                place.first_row = __shfl_sync(kAllLanes, experts.first_row, holder);
+                place.num_rows = __shfl_sync(kAllLanes, experts.num_rows, holder);
+                place.padded_row = padded_before_ + __shfl_sync(kAllLanes, experts.padded_through, holder) -
+                                   ceil_div(place.num_rows, 8u) * 8;
                 return true;
             }
-            first_expert += kWarp;
-            tiles_before += __shfl_sync(kAllLanes, tiles_through, kWarp - 1);
-            padded_before += __shfl_sync(kAllLanes, padded_through, kWarp - 1);
+            pass(experts);
         }
         return false;
     }
+
+    /// All tiles from here on.
+    DEVICE u32 count() {
+        while (first_expert_ < args_.num_experts) pass(look());
+        return tiles_before_;
+    }
+
+private:
+    /// What lane i sees of expert `first_expert_ + i`; `through` sums include it and the lanes below.
+    struct Experts {
+        u32 first_row;
+        u32 num_rows;
+        u32 num_tiles;
+        u32 tiles_through;
+        u32 padded_through;
+    };
+
+    DEVICE Experts look() const {
+        const u32 lane = threadIdx.x % kWarp, expert = first_expert_ + lane;
+        Experts seen = {0, 0, 0, 0, 0};
+        if (expert < args_.num_experts) {
+            seen.first_row = args_.expert_offsets[expert];
+            seen.num_rows = args_.expert_offsets[expert + 1] - seen.first_row;
+            if (args_.experts[expert].fc1 != nullptr) seen.num_tiles = ceil_div(seen.num_rows, kBlockRows) * kTiles;
+        }
+        seen.tiles_through = seen.num_tiles;
+        seen.padded_through = ceil_div(seen.num_rows, 8u) * 8;
+        for (u32 distance = 1; distance < kWarp; distance *= 2) {
+            const u32 tiles = __shfl_up_sync(kAllLanes, seen.tiles_through, distance);
+            const u32 padded = __shfl_up_sync(kAllLanes, seen.padded_through, distance);
+            if (lane >= distance) {
+                seen.tiles_through += tiles;
+                seen.padded_through += padded;
+            }
+        }
+        return seen;
+    }
+
+    DEVICE void pass(const Experts& experts) {
+        first_expert_ += kWarp;
+        tiles_before_ += __shfl_sync(kAllLanes, experts.tiles_through, kWarp - 1);
+        padded_before_ += __shfl_sync(kAllLanes, experts.padded_through, kWarp - 1);
+    }
+
+    const GroupedGemmArgs& args_;
+    u32 first_expert_ = 0;
+    u32 tiles_before_ = 0;
+    u32 padded_before_ = 0;
 };
+
+/// A block of weight rows times a block of an expert's rows.
+struct Tile {
+    u32 expert;
+    u32 weight_block;
+    /// The first row among all experts' rows, and how many there are (at most the size of a block of rows).
+    u32 first_row;
+    u32 num_rows;
+    /// The first row in the expert.
+    u32 row_in_expert;
+};
+
+/// Tiles in the order expert > weight block > row block: what is read of an expert stays in L2 until it is done.
+template <u32 kBlockRows>
+DEVICE Tile weight_major(const Place& place) {
+    const u32 row_blocks = ceil_div(place.num_rows, kBlockRows);
+    Tile tile;
+    tile.expert = place.expert;
+    tile.weight_block = place.index / row_blocks;
+    tile.row_in_expert = place.index % row_blocks * kBlockRows;
+    tile.first_row = place.first_row + tile.row_in_expert;
+    tile.num_rows = min_of(kBlockRows, place.num_rows - tile.row_in_expert);
+    return tile;
+}

@@ -16,11 +16,11 @@
 #include "base.cuh"
 #include "experts.cuh"
 #include "requantise.cuh"
+#include "store.cuh"
 #include "weights.cuh"
 
 static_assert(HIDDEN % 16 == 0 && INTERMEDIATE % 16 == 0, "NVFP4 blocks divide both widths");
 static_assert(WEIGHT_BITS == 4 || WEIGHT_BITS == 16, "weights are NVFP4 or bf16");
-static_assert(OUTPUT_BITS == 16 || OUTPUT_BITS == 32, "rows are bf16 or f32");
 static_assert(BLOCK_ROWS == 8 || BLOCK_ROWS == 16 || BLOCK_ROWS == 32 || BLOCK_ROWS == 64, "row blocks of whole MMAs");
 static_assert(NUM_STAGES >= 2, "a step is copied while another is multiplied");
 static_assert(!QUANTISE || WEIGHT_BITS == 4, "activations are quantised for NVFP4 weights only");
@@ -191,13 +191,7 @@ DEVICE void store_rows(const GroupedGemmArgs& args, const Tile& tile, u32 unit, 
             float v[4];
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) v[i] = unscaled(acc[i / 2][n][2 * (i % 2) + c]) * scale;
-#if OUTPUT_BITS == 32
-            *reinterpret_cast<Word4*>(args.out + at * 4) =
-                Word4{{as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3])}};
-#else
-            *reinterpret_cast<u64*>(args.out + at * 2) =
-                static_cast<u64>(pack_bf16(v[2], v[3])) << 32 | pack_bf16(v[0], v[1]);
-#endif
+            store_columns(args.out + at * (OUTPUT_BITS / 8), v);
         }
     }
 }
@@ -209,9 +203,10 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
     const u32 shared = shared_address(shared_memory);
     const u32 warp = threadIdx.x / kWarp;
     QuantCounts counts = {0, 0};
-    TileCursor cursor = TileCursor::start();
-    Tile tile;
-    for (u32 index = blockIdx.x; cursor.find<G::kWeightBlocks, BLOCK_ROWS>(args, index, tile); index += gridDim.x) {
+    TileCursor<G::kWeightBlocks, BLOCK_ROWS> cursor(args);
+    Place place;
+    for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
+        const Tile tile = weight_major<BLOCK_ROWS>(place);
         const u32 unit = tile.weight_block * kWarps + warp;
         // A warp beyond the last unit copies its share of the rows and multiplies the last unit again, unseen.
         const u32 read_unit = min_of(unit, G::kUnits - 1);
