@@ -1,9 +1,11 @@
 // What grouped GEMM kernels are given, and which tile of which expert a block computes.
+//
+// Defined before this file: ARGUMENTS_BYTES, the size of the host's `GroupedGemmArgs`.
 #pragma once
 
 #include "base.cuh"
 
-/// One local expert; mirrored by `ExpertEntry` in src/backend/cuda.
+/// One local expert; mirrored by `ExpertEntry` in src/jit/kernels/grouped_gemm.rs.
 struct Expert {
     /// Images of gate with up, and of down; null: the expert is of another format, and none of its rows are touched.
     const u8* fc1;
@@ -18,7 +20,7 @@ struct Expert {
 
 static_assert(sizeof(Expert) == 32, "Expert is ExpertEntry");
 
-/// The arguments of every grouped GEMM; mirrored by `GroupedGemmArgs` in src/backend/cuda.
+/// The arguments of every grouped GEMM; mirrored by `GroupedGemmArgs` in src/jit/kernels/grouped_gemm.rs.
 struct GroupedGemmArgs {
     /// `[num_experts]`
     const Expert* experts;
@@ -32,7 +34,8 @@ struct GroupedGemmArgs {
     u8* inner;
     /// `[num_rows, HIDDEN]` unweighted FC2 rows, f32 or bf16.
     u8* out;
-    /// `[2]` block scales that saturated and that became 0 while FC2's input was quantised; added to.
+    /// `[3]` block scales that saturated and that became 0 while FC2's input was quantised, and rows whose FC2 was stored:
+    /// what ran, told by what ran. Added to.
     u64* counts;
     /// `[2]` the grid barrier of grouped_gemm_small.cu, zero before the first launch.
     u32* barrier;
@@ -41,7 +44,12 @@ struct GroupedGemmArgs {
     u32 num_experts;
 };
 
-static_assert(sizeof(GroupedGemmArgs) == 72, "GroupedGemmArgs has the size that the host passes");
+static_assert(sizeof(GroupedGemmArgs) == ARGUMENTS_BYTES, "GroupedGemmArgs is the host's");
+
+/// Counts a tile's rows as stored; one thread of one block does, for each block of rows.
+DEVICE void count_rows(const GroupedGemmArgs& args, u32 num_rows) {
+    atomicAdd(args.counts + 2, static_cast<u64>(num_rows));
+}
 
 /// Where a tile lies: `index` counts the tiles of its expert.
 struct Place {

@@ -5,11 +5,12 @@
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
-//   WEIGHT_BITS            4: the image of weights.cuh; 16: bf16, the image of kBf16StepBytes below
+//   WEIGHT_BITS            4: the image of weights.cuh; 16: its image of bf16
 //   QUANTISE               1: FC2's input goes through NVFP4 with each expert's input_scale; 0: it is rounded to bf16
 //   OUTPUT_BITS            32: rows are f32; 16: bf16
 //   BLOCK_ROWS             rows a tile: 8, 16, 32 or 64. It changes no bits: every output is one chain of MMAs over K
 //   NUM_STAGES             steps of K under way, 2 or more
+//   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
 //   ACTIVATION, ...        see activation.cuh
 
 #include "activation.cuh"
@@ -31,12 +32,10 @@ constexpr u32 kWarps = BLOCK_ROWS == 64 && WEIGHT_BITS == 4 ? 12 : 8;
 constexpr u32 kThreads = kWarps * kWarp;
 constexpr u32 kBlocksPerSm = BLOCK_ROWS == 64 ? 1 : 2;
 
-// bf16 weights: a step of a unit is [tile 2][MMA 4][lane 32][16 bytes], each lane's A fragment; rows and K as for NVFP4.
-constexpr u32 kBf16StepBytes = 4096;
-
 constexpr u32 kWeightBytes = WEIGHT_BITS == 4 ? kStepBytes : kBf16StepBytes;
 constexpr u32 kRowBytes = kStepK * 2;
 constexpr u32 kStageBytes = kWarps * kWeightBytes + BLOCK_ROWS * kRowBytes;
+static_assert(NUM_STAGES * kStageBytes == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
 constexpr u32 kRowTiles = BLOCK_ROWS / 8;
 
 /// A product of a layer: `weights [units] x rows`.
@@ -97,8 +96,8 @@ DEVICE void copy_weights(u32 shared, const u8* unit, u32 step) {
 /// The A fragments of MMAs `2 * kHalf` and `2 * kHalf + 1` of both tiles.
 template <u32 kHalf>
 DEVICE void weight_fragments(u32 unit, u32 (&a)[2][2][4]) {
-    const u32 lane = threadIdx.x % kWarp;
 #if WEIGHT_BITS == 4
+    const u32 lane = threadIdx.x % kWarp;
     const Word4 q0 = load_shared4(unit + lane * 16), q1 = load_shared4(unit + kTileBytes + lane * 16);
     const u32 scales = load_shared(unit + kScalesAt + lane * 4);
     decode16(q0.v[2 * kHalf], q0.v[2 * kHalf + 1], scale_pair<0>(scales), scale_pair<1>(scales), a[0][0], a[0][1]);
@@ -108,9 +107,7 @@ DEVICE void weight_fragments(u32 unit, u32 (&a)[2][2][4]) {
     for (u32 tile = 0; tile < 2; ++tile) {
 #pragma unroll
         for (u32 q = 0; q < 2; ++q) {
-            const Word4 words = load_shared4(unit + (tile * 4 + 2 * kHalf + q) * kTileBytes + lane * 16);
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) a[tile][q][i] = words.v[i];
+            load_fragment(unit, tile, 2 * kHalf + q, a[tile][q]);
         }
     }
 #endif
@@ -155,7 +152,7 @@ DEVICE void store_inner(const GroupedGemmArgs& args, const Tile& tile, u32 unit,
             float odd = activate(unscaled(acc[1][n][c]) * gate_scale, unscaled(acc[1][n][2 + c]) * up_scale);
 #if QUANTISE
             // The unit's 16 columns are one block. As integers magnitudes order like their bits, and NaN wins.
-            u32 amax = max(as_bits(fabsf(even)), as_bits(fabsf(odd)));
+            u32 amax = max(nvfp4::magnitude_bits(even), nvfp4::magnitude_bits(odd));
 #pragma unroll
             for (u32 distance = 4; distance < kWarp; distance *= 2) {
                 amax = max(amax, __shfl_xor_sync(kAllLanes, amax, distance));
@@ -246,6 +243,7 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
                 store_inner(args, tile, unit, acc, counts);
             } else {
                 store_rows(args, tile, unit, acc);
+                if (unit == 0 && threadIdx.x == 0) count_rows(args, tile.num_rows);
             }
         }
     }

@@ -13,6 +13,7 @@
 //   QUANTISE, OUTPUT_BITS  as in grouped_gemm_mma.cu
 //   BLOCK_ROWS             8 or 16. It changes no bits: slices of K are added in ascending order
 //   NUM_STAGES             slots of a warp's ring
+//   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
 //   ACTIVATION, ...        see activation.cuh
 
 #include "activation.cuh"
@@ -54,6 +55,7 @@ constexpr u32 kSumsAt = kWarps * NUM_STAGES * kSlotBytes;
 /// Sums of a unit by all warps: [warp][tile][row tile][register][lane].
 constexpr u32 kSumsBytes = kWarps * 8 * kRowTiles * kWarp * 4;
 constexpr u32 kSharedBytes = kSumsAt + 2 * kSumsBytes;
+static_assert(kSharedBytes == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
 static_assert(kSharedBytes <= 232448 - 8 * kWarps * NUM_STAGES, "a block's shared memory on sm_90 is 227 KB");
 
 /// A warp's slots, filled and read in turn.
@@ -273,7 +275,7 @@ DEVICE void store_unit(const GroupedGemmArgs& args, const Run<true>& run, u32 un
         float value = activate(halves[0] * gate_scale, halves[1] * up_scale);
         if constexpr (QUANTISE) {
             // The lanes of a row hold a block. As integers magnitudes order like their bits, and NaN wins.
-            u32 amax = as_bits(fabsf(value));
+            u32 amax = nvfp4::magnitude_bits(value);
 #pragma unroll
             for (u32 distance = 2; distance < kWarp; distance *= 2) {
                 amax = max(amax, __shfl_xor_sync(kAllLanes, amax, distance));
@@ -366,6 +368,7 @@ DEVICE void compute(const GroupedGemmArgs& args, Range range, Ring& ring, Feeds&
             }
             __syncthreads();
             if (warp / 4 == turn) store_unit(args, run, run.first_unit + i, unit_sums, counts);
+            if (!kIsFc1 && run.first_unit + i == 0 && threadIdx.x == 0) count_rows(args, run.num_rows);
             turn ^= 1;
         }
     }

@@ -1,4 +1,4 @@
-// The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4}` for more than a few rows an expert, sm_90a.
+// The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4,none}` for any number of rows, sm_90a.
 //
 // Decoded weights are wgmma's A operand in registers, rows its B operand in shared memory. Both `tokens` and `inner` are
 // images (image.cuh): `gather_tokens` of permute.cu writes the first, `fc1` the second, `fc2` writes rows. One block a
@@ -7,9 +7,10 @@
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
-//   QUANTISE, OUTPUT_BITS  as in grouped_gemm_mma.cu
+//   WEIGHT_BITS, QUANTISE, OUTPUT_BITS   as in grouped_gemm_mma.cu
 //   BLOCK_ROWS             rows a tile: 16, 32, 64, 128 or 256. It changes no bits: every output is one chain over K
 //   NUM_STAGES             stages of weights and rows under way
+//   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
 //   ACTIVATION, ...        see activation.cuh
 
 #include "activation.cuh"
@@ -22,6 +23,7 @@
 #include "weights.cuh"
 
 static_assert(HIDDEN % 16 == 0 && INTERMEDIATE % 16 == 0, "NVFP4 blocks divide both widths");
+static_assert(WEIGHT_BITS == 4 || WEIGHT_BITS == 16, "weights are NVFP4 or bf16");
 static_assert(NUM_STAGES >= 2, "a stage is copied while another is multiplied");
 
 // One warpgroup copies, two multiply. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has
@@ -37,14 +39,16 @@ constexpr u32 kFc1Steps = (HIDDEN + kStepK - 1) / kStepK;
 constexpr u32 kFc2Steps = (INTERMEDIATE + kStepK - 1) / kStepK;
 
 // Few rows leave little to do between two waits: then a stage is two steps, where both widths allow it.
-constexpr u32 kStageSteps = BLOCK_ROWS <= 64 && kFc1Steps % 2 == 0 && kFc2Steps % 2 == 0 ? 2 : 1;
+constexpr u32 kStageSteps = WEIGHT_BITS == 4 && BLOCK_ROWS <= 64 && kFc1Steps % 2 == 0 && kFc2Steps % 2 == 0 ? 2 : 1;
 constexpr u32 kRowsBytes = BLOCK_ROWS * kImageRowBytes;
-constexpr u32 kUnitBytes = kStageSteps * kStepBytes;
+constexpr u32 kWeightBytes = WEIGHT_BITS == 4 ? kStepBytes : kBf16StepBytes;
+constexpr u32 kUnitBytes = kStageSteps * kWeightBytes;
 constexpr u32 kWeightsAt = NUM_STAGES * kStageSteps * kRowsBytes;
 constexpr u32 kInnerAt = kWeightsAt + NUM_STAGES * kUnitsPerBlock * kUnitBytes;
 // FC1's output is gathered into chunks of 64 columns: one a warpgroup, or one of both.
 constexpr u32 kAmaxAt = kInnerAt + kTiles * kRowsBytes;
 constexpr u32 kSharedBytes = kAmaxAt + (QUANTISE && kTiles == 1 ? 8 * BLOCK_ROWS * 4 : 0);
+static_assert(kSharedBytes + 1024 == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
 static_assert(kSharedBytes + 1024 <= 232448 - 16 * NUM_STAGES, "a block's shared memory on sm_90 is 227 KB");
 
 // NOTE: setmaxnreg.inc waits for ever if the warpgroups together ask for more than the block was launched with.
@@ -97,11 +101,11 @@ DEVICE void copy_tile(const GroupedGemmArgs& args, const Place& place, const Til
     const u32 num_groups = ceil_div(place.num_rows, kGroupRows);
     const Expert& expert = args.experts[tile.expert];
     const u8* weights = (kIsFc1 ? expert.fc1 : expert.fc2) +
-                        static_cast<u64>(first_unit + warp * kUnitsPerWarp) * (G::kSteps * kStepBytes);
+                        static_cast<u64>(first_unit + warp * kUnitsPerWarp) * (G::kSteps * kWeightBytes);
     const u8* rows = (kIsFc1 ? args.tokens : args.inner) + image_start<G::kSteps>(place.padded_row) +
                      image_step(0, tile.row_in_expert / kGroupRows, num_groups);
     const u32 step_bytes = rows_bytes(place, tile);
-    const u32 stage_bytes = kStageSteps * (step_bytes + num_units * kStepBytes);
+    const u32 stage_bytes = kStageSteps * (step_bytes + num_units * kWeightBytes);
 #pragma unroll 1
     for (u32 step = 0; step < G::kSteps; step += kStageSteps) {
         barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
@@ -111,7 +115,7 @@ DEVICE void copy_tile(const GroupedGemmArgs& args, const Place& place, const Til
         for (u32 i = 0; i < kUnitsPerWarp; ++i) {
             const u32 unit = warp * kUnitsPerWarp + i;
             if (unit < num_units) {
-                bulk_load(ring.unit(unit), weights + (i * G::kSteps + step) * kStepBytes, kUnitBytes, full);
+                bulk_load(ring.unit(unit), weights + static_cast<u64>(i * G::kSteps + step) * kWeightBytes, kUnitBytes, full);
             }
         }
 #pragma unroll
@@ -139,12 +143,13 @@ struct Seat {
     }
 };
 
-/// A warp's codes and scales of one step.
-struct Codes {
+/// A warp's weights of one step.
+#if WEIGHT_BITS == 4
+struct Weights {
     Word4 words[kTiles];
     u32 scales;
 
-    DEVICE Codes(u32 unit, const Seat& seat) {
+    DEVICE Weights(u32 unit, const Seat& seat) {
 #pragma unroll
         for (u32 i = 0; i < kTiles; ++i) words[i] = load_shared4(unit + (seat.tile + i) * kTileBytes + seat.lane * 16);
         const u32 at = unit + kScalesAt + seat.lane * 4;
@@ -162,6 +167,26 @@ struct Codes {
         }
     }
 };
+#else
+struct Weights {
+    u32 unit;
+    u32 tile;
+
+    DEVICE Weights(u32 unit, const Seat& seat) : unit(unit), tile(seat.tile) {}
+
+    template <u32 kHalf>
+    DEVICE void decode(u32 (&a)[kTiles][2][4]) const {
+#pragma unroll
+        for (u32 i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (u32 q = 0; q < 2; ++q) load_fragment(unit, tile + i, 2 * kHalf + q, a[i][q]);
+        }
+    }
+};
+#endif
+
+/// Sums scaled back to weights' values before their global scale.
+DEVICE float unscaled(float sum) { return WEIGHT_BITS == 4 ? sum * kDecodeFactor : sum; }
 
 /// Multiplies all steps of a tile, K ascending.
 ///
@@ -178,8 +203,8 @@ DEVICE void multiply_tile(const Seat& seat, Pipeline& ring, float (&acc)[kTiles]
 #pragma unroll
         for (u32 i = 0; i < kStageSteps; ++i) {
             const u64 rows = row_descriptor(ring.rows(i));
-            const Codes codes(ring.unit(seat.unit) + i * kStepBytes, seat);
-            codes.decode<0>(first);
+            const Weights weights(ring.unit(seat.unit) + i * kWeightBytes, seat);
+            weights.decode<0>(first);
             wgmma_fence();
 #pragma unroll
             for (u32 q = 0; q < 2; ++q) {
@@ -191,7 +216,7 @@ DEVICE void multiply_tile(const Seat& seat, Pipeline& ring, float (&acc)[kTiles]
             wgmma_commit();
             wgmma_wait<1>();  // the previous stage's last group is done with its shared memory
             if (i == 0 && step > 0 && seat.lane == 0) barrier_arrive(previous_empty);
-            codes.decode<1>(second);
+            weights.decode<1>(second);
             wgmma_fence();
 #pragma unroll
             for (u32 q = 0; q < 2; ++q) {
@@ -224,7 +249,7 @@ DEVICE void activate_tile(const GroupedGemmArgs& args, const Expert& expert, boo
 #pragma unroll
             for (u32 c = 0; c < 2; ++c) {
                 const float value =
-                    activate(acc[j][n][c] * kDecodeFactor * gate_scale, acc[j][n][2 + c] * kDecodeFactor * up_scale);
+                    activate(unscaled(acc[j][n][c]) * gate_scale, unscaled(acc[j][n][2 + c]) * up_scale);
                 // Beyond the last unit the image is zero: FC2's padded weights must not meet a stray NaN.
                 acc[j][n][c] = is_real ? value : 0.0f;
             }
@@ -244,8 +269,8 @@ DEVICE void requantise_tile(const Seat& seat, const Tile& tile, float input_scal
 #pragma unroll
         for (u32 c = 0; c < 2; ++c) {
             // As integers magnitudes order like their bits, and NaN wins.
-            u32 bits = as_bits(fabsf(acc[0][n][c]));
-            if constexpr (kTiles == 2) bits = max(bits, as_bits(fabsf(acc[kTiles - 1][n][c])));
+            u32 bits = nvfp4::magnitude_bits(acc[0][n][c]);
+            if constexpr (kTiles == 2) bits = max(bits, nvfp4::magnitude_bits(acc[kTiles - 1][n][c]));
 #pragma unroll
             for (u32 distance = 4; distance < kWarp; distance *= 2) {
                 bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
@@ -329,7 +354,7 @@ DEVICE void store_rows(const GroupedGemmArgs& args, const Tile& tile, const Seat
             u8* to = args.out + (static_cast<u64>(tile.first_row + row) * HIDDEN + column) * (OUTPUT_BITS / 8);
             float v[2 * kTiles];
 #pragma unroll
-            for (u32 i = 0; i < 2 * kTiles; ++i) v[i] = acc[i / 2][n][2 * (i % 2) + c] * kDecodeFactor * scale;
+            for (u32 i = 0; i < 2 * kTiles; ++i) v[i] = unscaled(acc[i / 2][n][2 * (i % 2) + c]) * scale;
             store_columns(to, v);
         }
     }
@@ -378,6 +403,7 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
                 store_inner(args, place, tile, seat, ring.shared, acc);
             } else {
                 store_rows(args, tile, seat, expert, acc);
+                if (tile.weight_block == 0 && threadIdx.x == kGroupThreads) count_rows(args, tile.num_rows);
             }
         }
         if constexpr (kIsFc1) bulk_store_wait();

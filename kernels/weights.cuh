@@ -19,6 +19,9 @@ constexpr u32 kTileBytes = 512;
 constexpr u32 kScalesAt = 2 * kTileBytes;
 constexpr u32 kStepBytes = kScalesAt + 128;
 
+/// bf16 weights: a step of a unit is [tile 2][MMA 4][lane 32][16 bytes], each lane's A fragment; rows and K as for NVFP4.
+constexpr u32 kBf16StepBytes = 8 * kTileBytes;
+
 /// The decoded products are 2^-8 of the weights' (before their global scale).
 constexpr float kDecodeFactor = 256.0f;
 
@@ -56,4 +59,11 @@ DEVICE void decode16(u32 w0, u32 w1, u32 s0, u32 s1, u32 (&a)[4], u32 (&b)[4]) {
     b[1] = multiply_bf16((w1 << 3) & kCode, s1);
     b[2] = multiply_bf16((w1 << 6) & kCode, s0);
     b[3] = multiply_bf16(((w1 >> 4) & kLow) | (__funnelshift_r(w0, w0, 6) & kHigh), s1);
+}
+
+/// The A fragment of MMA `q` of a tile of bf16 weights.
+DEVICE void load_fragment(u32 unit, u32 tile, u32 q, u32 (&a)[4]) {
+    const Word4 words = load_shared4(unit + (tile * 4 + q) * kTileBytes + threadIdx.x % kWarp * 16);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) a[i] = words.v[i];
 }

@@ -20,8 +20,22 @@ pub struct KernelSource {
     pub headers: &'static [Header],
 }
 
-/// `kernels/nvfp4.cuh`.
-pub(super) const NVFP4: Header = Header { name: "nvfp4.cuh", text: include_str!("../../kernels/nvfp4.cuh") };
+/// The header `kernels/NAME`.
+macro_rules! header {
+    ($name:literal) => {
+        Header { name: $name, text: include_str!(concat!("../../kernels/", $name)) }
+    };
+}
+
+pub(super) const ACTIVATION: Header = header!("activation.cuh");
+pub(super) const BASE: Header = header!("base.cuh");
+pub(super) const EXPERTS: Header = header!("experts.cuh");
+pub(super) const HOPPER: Header = header!("hopper.cuh");
+pub(super) const IMAGE: Header = header!("image.cuh");
+pub(super) const NVFP4: Header = header!("nvfp4.cuh");
+pub(super) const REQUANTISE: Header = header!("requantise.cuh");
+pub(super) const STORE: Header = header!("store.cuh");
+pub(super) const WEIGHTS: Header = header!("weights.cuh");
 
 impl KernelSource {
     /// The files that `main` and the headers include and that are not among the headers. Empty, or the kernel can't compile.

@@ -1,7 +1,10 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
+pub mod grouped_gemm;
+mod probes;
 mod quantise;
 
+pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
 
 use super::arch::Arch;
@@ -10,7 +13,8 @@ use super::request::KernelRequest;
 /// Every variant of every kernel for an architecture, for those who compile all of them.
 #[must_use]
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
-    QuantiseVariant::ALL.map(|variant| variant.request(arch)).to_vec()
+    let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
+    quantise.into_iter().chain(probes::all(arch)).chain(grouped_gemm::all(arch)).collect()
 }
 
 #[cfg(test)]
