@@ -4,11 +4,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::backend::Isa;
+use crate::backend::{GpuOptions, Isa};
+use crate::cuda::{DeviceFacts, Devices};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::host;
-use crate::select::environment::{Fact, Libraries};
+use crate::jit::Compiler;
+use crate::select::environment::{Fact, Gpu, Libraries};
 use crate::select::fingerprint::BuildFacts;
 use crate::select::{Environment, InstructionSet};
 use crate::world::World;
@@ -44,7 +46,7 @@ impl Classify for FactsError {
 
 /// The environment of this rank. `wanted`: no better instruction set than this; absent: the machine's best.
 ///
-/// GPU, NCCL and NVRTC stay unknown where a driver is loaded, because a build for CPUs does not look further.
+/// A rank's GPU is looked for where a driver is loaded, and NVRTC where there is a GPU. NCCL stays unknown.
 ///
 /// # Errors
 /// If the machine lacks `wanted`.
@@ -56,14 +58,23 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
         return Err(FactsError::Isa { wanted: isa, host, best });
     }
     let driver = host::nvidia_driver().map_or(Fact::Absent, Fact::Present);
-    let gpu = if driver == Fact::Absent { Fact::Absent } else { Fact::Unknown };
+    let gpu = if driver == Fact::Absent { None } else { gpu_of(world, Devices::probe().devices) };
+    let nvrtc = match &gpu {
+        Some(_) => {
+            Compiler::load(env.nvrtc()).map_or(Fact::Absent, |compiler| Fact::Present(compiler.id().to_string()))
+        }
+        None => Fact::Unknown,
+    };
+    let gpu = gpu.map_or(Fact::Absent, |facts| {
+        Fact::Present(Gpu { name: facts.name, uuid: Some(facts.uuid), compute_capability: facts.compute_capability })
+    });
     let mpi = Fact::Present(World::mpi_version());
     let variables = env.lockstep.iter().chain(&env.libraries).cloned().collect();
     Ok(Environment {
         host: Some(host),
         instruction_set: Fact::Present(instruction_set(isa)),
         gpu,
-        libraries: Libraries { mpi, driver, ..Libraries::default() },
+        libraries: Libraries { mpi, driver, nvrtc, ..Libraries::default() },
         // No implementation of this build is opt-in.
         flags: Some(BTreeSet::new()),
         variables,
@@ -72,6 +83,20 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
             ("ranks_on_host".to_owned(), world.local_size().to_string()),
         ]),
     })
+}
+
+/// The GPU that this rank drives, by its place on its host. More ranks than GPUs share them, which selection refuses.
+fn gpu_of(world: &World, mut devices: Vec<DeviceFacts>) -> Option<DeviceFacts> {
+    let at = world.local_rank().checked_rem(devices.len())?;
+    Some(devices.swap_remove(at))
+}
+
+/// What a GPU backend of this rank opens.
+#[must_use]
+pub fn gpu_options(world: &World, env: &EnvVars) -> GpuOptions {
+    let devices = if host::nvidia_driver().is_some() { Devices::probe().devices } else { Vec::new() };
+    let ordinal = gpu_of(world, devices).map_or(0, |facts| facts.ordinal);
+    GpuOptions { ordinal, nvrtc: env.nvrtc().map(str::to_owned) }
 }
 
 /// A backend's instruction set as selection knows it.

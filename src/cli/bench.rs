@@ -10,7 +10,7 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::backend::{BackendError, ExpertsSpec, Isa, build};
+use crate::backend::{self, BackendError, ExpertsSpec, Isa, build};
 use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
 
@@ -162,7 +162,8 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
             return Err(BenchError::Zero { option });
         }
     }
-    let backend = build(&args.backend, args.threads, Some(isa))?;
+    let host = backend::Machine { num_threads: args.threads, isa: Some(isa), ..backend::Machine::default() };
+    let backend = build(&args.backend, &host)?;
     let mut noise = Noise(1);
     let experts = pack(&backend, spec, args.experts, &mut noise)?;
     let machine = Machine::new(args.threads, isa, read_bytes)?;
@@ -171,7 +172,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
     let mut implementation = String::new();
     for work in &mut works {
         // Fills caches, buffers and branch predictors; not counted.
-        implementation = work.run(&*experts);
+        implementation = work.run(&*experts)?;
     }
     let (mut read_gbyte_per_s, mut fma_gflops) = (0.0_f64, 0.0_f64);
     for _ in 0..args.repeats {
@@ -179,7 +180,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
         fma_gflops = fma_gflops.max(machine.fma_gflops());
         for work in &mut works {
             let start = Instant::now();
-            work.run(&*experts);
+            work.run(&*experts)?;
             work.times_us.push(start.elapsed().as_secs_f64() * 1e6);
         }
     }
@@ -210,6 +211,7 @@ fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
         intermediate: width(args.intermediate, widths.map(|widths| widths.1), "--intermediate")?,
         activation: args.geometry.map_or(Activation::Swiglu, BenchGeometry::activation),
         quantise_activations: args.activations == BenchActivations::Quantised,
+        batch_invariant: false,
     })
 }
 

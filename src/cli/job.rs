@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use crate::backend::GpuOptions;
 use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
 use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
@@ -139,6 +140,8 @@ pub struct Job<'a> {
     pub steps: u64,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// The GPU of this rank, where it drives one.
+    pub gpu: &'a GpuOptions,
     /// What this rank is.
     pub environment: &'a Environment,
     /// Bars on rank 0.
@@ -164,6 +167,7 @@ impl<'a> Job<'a> {
             topk: work.topk.as_deref(),
             steps: 1,
             num_threads: started.num_threads,
+            gpu: &started.gpu,
             environment: &started.environment,
             progress,
         }
@@ -216,6 +220,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
             layers: job.layers.clone(),
             deployment: job.deployment.clone(),
             num_threads: job.num_threads,
+            gpu: job.gpu.clone(),
             environment: job.environment.clone(),
             input_is_bf16: share.is_bf16,
             part: job.part,

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::backend::GpuOptions;
 use crate::checkpoint;
 use crate::config::{ConfigError, Deployment, Effective};
 use crate::env::{EnvError, EnvVars};
@@ -92,6 +93,8 @@ pub struct Started {
     pub effective: Effective,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// The GPU of this rank, where it drives one.
+    pub gpu: GpuOptions,
     /// What this rank is.
     pub environment: Environment,
 }
@@ -184,7 +187,8 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
-    Ok(Some(Started { effective, num_threads, environment }))
+    let gpu = facts::gpu_options(world, env);
+    Ok(Some(Started { effective, num_threads, gpu, environment }))
 }
 
 /// Compared before anything is decided from it.

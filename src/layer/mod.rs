@@ -179,7 +179,8 @@ impl MoeLayer {
     /// `input.topk` must be valid ([`TopK::validate`]) and every rank must pass the same part and step.
     ///
     /// # Errors
-    /// If ranks are at different steps or bring more tokens than declared: on all ranks alike.
+    /// If ranks are at different steps or bring more tokens than declared: on all ranks alike. If a device fails, on its
+    /// rank, which then has to end the job.
     pub fn forward(
         &self,
         world: &World,
@@ -188,7 +189,7 @@ impl MoeLayer {
     ) -> Result<LayerOutput, LayerError> {
         let mut stats = LayerStats::new(self.transport.placement.local_experts(world.rank()).len());
         if input.part == Part::Shared {
-            let values = self.shared_rows(input.hidden, &mut stats);
+            let values = self.shared_rows(input.hidden, &mut stats)?;
             return Ok(LayerOutput { values, width: self.geometry.hidden, topk: None, stats });
         }
         let topk = match input.topk {
@@ -205,7 +206,7 @@ impl MoeLayer {
             routed = stats.times.latent(|| latent.up(routed));
         }
         if self.shared.is_some() {
-            let shared = self.shared_rows(input.hidden, &mut stats);
+            let shared = self.shared_rows(input.hidden, &mut stats)?;
             routed.iter_mut().zip(&shared).for_each(|(sum, value)| *sum += value);
         }
         Ok(LayerOutput { values: routed, width: self.geometry.hidden, topk: Some(topk), stats })
@@ -240,7 +241,7 @@ impl MoeLayer {
             world.fault(Stage::Experts)?;
             let poison = world.has_fault(Stage::Experts, &Action::Poison);
             let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, poison));
-            let (rows, forward, fc1_input) = rows;
+            let (rows, forward, fc1_input) = rows?;
             stats.count_forward(forward, fc1_input);
             world.fault(Stage::Combine)?;
             stats.times.combine(|| {
@@ -256,7 +257,7 @@ impl MoeLayer {
         tokens: &mut [f32],
         plan: &ComputePlan,
         poison: bool,
-    ) -> (Vec<f32>, ForwardStats, nvfp4::QuantCounts) {
+    ) -> Result<(Vec<f32>, ForwardStats, nvfp4::QuantCounts), BackendError> {
         let hidden = self.geometry.expert_hidden;
         let mut fc1_input = nvfp4::QuantCounts::default();
         let travelled_quantised = matches!(self.transport.payload, PayloadForm::Nvfp4 { .. });
@@ -274,14 +275,14 @@ impl MoeLayer {
         // A poisoned buffer shows whether every value is written: all bits set is a NaN.
         let stale = if poison { f32::from_bits(u32::MAX) } else { 0.0 };
         let mut rows = vec![stale; plan.num_rows() * hidden];
-        let stats = self.experts.forward(&batch, &mut rows);
-        (rows, stats, fc1_input)
+        let stats = self.experts.forward(&batch, &mut rows)?;
+        Ok((rows, stats, fc1_input))
     }
 
-    fn shared_rows(&self, hidden: &[f32], stats: &mut LayerStats) -> Vec<f32> {
-        let Some(shared) = &self.shared else { return vec![0.0; hidden.len()] };
-        let (rows, forward, fc1_input) = stats.times.shared(|| shared.forward(hidden, self.geometry.hidden));
+    fn shared_rows(&self, hidden: &[f32], stats: &mut LayerStats) -> Result<Vec<f32>, LayerError> {
+        let Some(shared) = &self.shared else { return Ok(vec![0.0; hidden.len()]) };
+        let (rows, forward, fc1_input) = stats.times.shared(|| shared.forward(hidden, self.geometry.hidden))?;
         stats.count_shared(&forward, fc1_input);
-        rows
+        Ok(rows)
     }
 }

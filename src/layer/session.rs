@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{self, Backend, BackendError, Isa};
+use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, BufferSizes, Capacity, CapacityError};
@@ -35,6 +35,8 @@ pub struct SessionOptions<'a> {
     pub deployment: Deployment,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// The GPU of this rank, where it drives one.
+    pub gpu: GpuOptions,
     /// What this rank is, from which all ranks select.
     pub environment: Environment,
     /// The hidden states are bf16 values.
@@ -83,7 +85,7 @@ impl Session {
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
-        let backends = world.agree(build_backends(world, &selected, options.num_threads))?;
+        let backends = world.agree(build_backends(world, &selected, options))?;
         let layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
         let session = selected.agree_on_loaded(world, &layers)?.digest();
         Ok(Self {
@@ -229,11 +231,13 @@ pub(super) fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowF
 /// The backends that the selection names, by technique.
 type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
 
-fn build_backends(world: &World, selected: &Selected, num_threads: usize) -> Result<Backends, LayerError> {
+fn build_backends(world: &World, selected: &Selected, options: &SessionOptions<'_>) -> Result<Backends, LayerError> {
+    let num_threads = options.num_threads;
     world.fault(Stage::Compile)?;
     let build = |technique| {
         let isa = selected::isa(&selected.selection, technique);
-        let backend = backend::build(technique, num_threads, Some(isa))?;
+        let machine = Machine { num_threads, isa: Some(isa), gpu: options.gpu.clone() };
+        let backend = backend::build(technique, &machine)?;
         if world.is_root() {
             tracing::info!(technique, %isa, threads = num_threads, "backend");
         }
@@ -265,7 +269,9 @@ fn load_layers(
         let technique = layer_selection.winner.identity.technique;
         let backend = backends.iter().find(|(known, _)| *known == technique).map(|(_, backend)| &**backend);
         let backend = backend.ok_or_else(|| BackendError::Technique { technique: technique.to_owned() })?;
-        let loader = Loader { checkpoint, backend, placement, rank: world.rank(), progress: &progress };
+        let batch_invariant = options.deployment.moe.batch_invariant;
+        let rank = world.rank();
+        let loader = Loader { checkpoint, backend, placement, rank, batch_invariant, progress: &progress };
         Ok((loader.load(&found.manifest, &plan.decision)?, layer_selection.clone()))
     };
     let mut layers = Vec::new();

@@ -69,7 +69,7 @@ pub(super) fn pack(
             down: noise.projection(spec.hidden, spec.intermediate),
         })?;
     }
-    Ok(builder.finish())
+    builder.finish()
 }
 
 /// The batch of one line: every expert computes the same tokens.
@@ -109,15 +109,18 @@ impl Work {
     }
 
     /// Runs once; returns the identity that ran.
-    pub(super) fn run(&mut self, experts: &dyn Experts) -> String {
+    ///
+    /// # Errors
+    /// If a device fails.
+    pub(super) fn run(&mut self, experts: &dyn Experts) -> Result<String, BackendError> {
         let batch = ExpertBatch {
             tokens: &self.tokens,
             token_scale: self.token_scale,
             row_token: &self.row_token,
             expert_offsets: &self.expert_offsets,
         };
-        let stats = experts.forward(&batch, &mut self.out);
-        stats.rows_by_identity.first().map_or_else(String::new, |(identity, _)| identity.to_string())
+        let stats = experts.forward(&batch, &mut self.out)?;
+        Ok(stats.rows_by_identity.first().map_or_else(String::new, |(identity, _)| identity.to_string()))
     }
 }
 
