@@ -69,7 +69,7 @@ fn gpu_modelopt_layers() {
 fn gpu_row_counts_widths_and_formats() {
     let rows = [0, 1, 2, 5, 0, 17, 64, 0, 9, 300, 33, 130];
     for backend in gpus() {
-        for (hidden, intermediate) in [(16, 16), (48, 144), (144, 48), (512, 128), (2880, 144)] {
+        for (hidden, intermediate) in [(16, 16), (144, 48), (512, 128)] {
             for quantise in [false, true] {
                 let case = Case::new(1, spec(hidden, intermediate, quantise), &[Format::Nvfp4; 12], &rows);
                 check(&rounded(case), &backend, &format!("{hidden} x {intermediate}, quantised: {quantise}"));
