@@ -6,6 +6,7 @@
 
 pub mod exit;
 pub mod ids;
+mod near;
 pub mod numerics;
 pub mod routing;
 pub mod model;

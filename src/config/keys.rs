@@ -3,7 +3,7 @@
 //! A key's environment variable is `LOCKSTEP_` and the last segment of its path in capitals. `version` has none: it
 //! says how the file is to be read.
 
-use super::nearest::{nearest, normalised};
+use crate::near::{nearest, normalised};
 use super::scalar::{Scalar, ScalarError};
 use super::{
     Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, Deployment, Device, Dispatch, Jit,

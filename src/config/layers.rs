@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::error::ConfigError;
 use super::keys::{KEYS, Key};
-use super::nearest::nearest;
+use crate::near::nearest;
 use super::scalar::Scalar;
 use super::{Activations, Deployment, Payload, walk};
 

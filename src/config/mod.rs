@@ -15,7 +15,6 @@ mod choices;
 mod error;
 mod keys;
 mod layers;
-mod nearest;
 pub mod scalar;
 mod tree;
 mod walk;

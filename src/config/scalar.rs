@@ -15,7 +15,7 @@
 use std::str::FromStr;
 
 use super::choices::Choice;
-use super::nearest::{nearest, normalised};
+use crate::near::{nearest, normalised};
 use crate::numerics::activation::Activation;
 
 /// A value as it was written.

@@ -4,7 +4,7 @@
 
 use super::error::{ConfigError, Place};
 use super::keys::{KEYS, Key};
-use super::nearest::{nearest, normalised};
+use crate::near::{nearest, normalised};
 use super::scalar::Scalar;
 use super::tree::{self, Entry, Node, Value};
 

@@ -13,7 +13,6 @@ mod format;
 mod gates;
 mod identity;
 mod joint;
-mod near;
 mod problem;
 mod query;
 mod ranks;

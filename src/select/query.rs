@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::identity::{Identity, Part};
-use super::near::{did_you_mean, near};
+use crate::near::{did_you_mean, near};
 use super::registry::Registry;
 use crate::exit::{Classify, Exit};
 

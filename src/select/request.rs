@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::deployment::DeploymentFacts;
 use super::identity::Identity;
-use super::near::near;
+use crate::near::near;
 use super::query::Query;
 use super::registry::{AUTO, Registry};
 use super::resolve::ResolveError;

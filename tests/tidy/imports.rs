@@ -8,6 +8,7 @@ use super::source::Source;
 const ORDER: &[&[&str]] = &[
     &["exit"],
     &["ids"],
+    &["near"],
     &["numerics"],
     &["routing"],
     &["model"],

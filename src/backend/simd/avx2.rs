@@ -5,10 +5,10 @@
 
 use std::arch::x86_64::*;
 
-use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks, ScaledActivation};
+use super::kernels::{Decoded, Kernels, LANES, Lane, Panel, RowBlocks, ScaledActivation};
 use super::math::{self, activation_kernels};
 use super::pack::Order;
-use super::products::{each_pair, product_kernels};
+use super::products::{each_pair, multiply_block, product_kernels};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::{self, QuantCounts};
 
@@ -106,6 +106,18 @@ fn decoder() -> Decoder {
     }
 }
 
+/// How many bytes ahead codes are fetched: the hardware stops at the end of each page.
+const FETCH_AHEAD: usize = 2048;
+
+/// Starts fetching the codes that lie [`FETCH_AHEAD`] after these.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fetch(codes: &[u8; 128]) {
+    let ahead = codes.as_ptr().wrapping_add(FETCH_AHEAD).cast::<i8>();
+    _mm_prefetch::<_MM_HINT_T0>(ahead);
+    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
+}
+
 /// The values * 256 of sixteen outputs at k and k + 1.
 ///
 /// Thirty-two bytes hold four k: k and k + 1 in the low nibbles, k + 2 and k + 3 in the high ones. A look-up gives both
@@ -196,7 +208,7 @@ fn exp2_int(n: F) -> F {
 
 product_kernels!(
     #[target_feature(enable = "avx2,fma,f16c")]
-    fused: 1 x 2, 2 x 1, 3 x 1, 4 x 1, 5 x 1;
+    fused: 1 x 1, 2 x 1, 3 x 1, 4 x 1, 5 x 1;
     tile: 1 x 1 2 3 4 5 6, at most 6
 );
 activation_kernels!(#[target_feature(enable = "avx2,fma,f16c")]);
@@ -215,12 +227,12 @@ impl Kernels for Avx2 {
         unsafe { fused(panels, rows, acc) }
     }
 
-    fn decode(&self, panel: Panel<'_>, out: &mut [Lane]) {
+    fn decode(&self, panel: Panel<'_>, values: &mut [Lane], scales: &mut [Lane]) {
         // SAFETY: `self` proves that the machine has the instructions.
-        unsafe { decode(panel, out) }
+        unsafe { decode(panel, values, scales) }
     }
 
-    fn multiply(&self, panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+    fn multiply(&self, panels: &[Decoded<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(panels, rows, acc) }
     }

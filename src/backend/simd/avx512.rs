@@ -4,10 +4,10 @@
 
 use std::arch::x86_64::*;
 
-use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks, ScaledActivation};
+use super::kernels::{Decoded, Kernels, LANES, Lane, Panel, RowBlocks, ScaledActivation};
 use super::math::{self, activation_kernels};
 use super::pack::Order;
-use super::products::{each_pair, product_kernels};
+use super::products::{each_pair, multiply_block, product_kernels};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::{self, QuantCounts};
 
@@ -92,6 +92,18 @@ fn decoder() -> Decoder {
         values: _mm512_broadcast_i64x4(values),
         upper_halves: _mm512_set1_epi32(std::hint::black_box(-0x1_0000)),
     }
+}
+
+/// How many bytes ahead codes are fetched: the hardware stops at the end of each page.
+const FETCH_AHEAD: usize = 2048;
+
+/// Starts fetching the codes that lie [`FETCH_AHEAD`] after these.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn fetch(codes: &[u8; 128]) {
+    let ahead = codes.as_ptr().wrapping_add(FETCH_AHEAD).cast::<i8>();
+    _mm_prefetch::<_MM_HINT_T0>(ahead);
+    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64));
 }
 
 /// The values * 256 of sixteen outputs at k and k + 1.
@@ -200,12 +212,12 @@ impl Kernels for Avx512 {
         unsafe { fused(panels, rows, acc) }
     }
 
-    fn decode(&self, panel: Panel<'_>, out: &mut [Lane]) {
+    fn decode(&self, panel: Panel<'_>, values: &mut [Lane], scales: &mut [Lane]) {
         // SAFETY: `self` proves that the machine has the instructions.
-        unsafe { decode(panel, out) }
+        unsafe { decode(panel, values, scales) }
     }
 
-    fn multiply(&self, panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+    fn multiply(&self, panels: &[Decoded<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
         // SAFETY: `self` proves that the machine has the instructions.
         unsafe { multiply(panels, rows, acc) }
     }

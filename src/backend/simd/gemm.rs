@@ -1,6 +1,6 @@
 //! Sums of panels over all rows of a unit: fused for few rows, through decoded chunks for many. Equal bits either way.
 
-use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks};
+use super::kernels::{Decoded, Kernels, LANES, Lane, Panel, RowBlocks};
 
 /// Panels that are computed together: gate and up of 32 values, or 64 outputs.
 pub(super) const MAX_PANELS: usize = 4;
@@ -19,13 +19,14 @@ const LONG_CHUNK_ROWS: usize = 32;
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     decoded: Vec<Lane>,
+    scales: Vec<Lane>,
     acc: Vec<Lane>,
 }
 
 impl Scratch {
     /// Bytes that units of up to `num_rows` rows need.
     pub(super) fn bytes(num_rows: usize) -> usize {
-        MAX_PANELS * (CHUNK_BLOCKS * LANES + num_rows) * size_of::<Lane>()
+        MAX_PANELS * (CHUNK_BLOCKS * (LANES + 1) + num_rows) * size_of::<Lane>()
     }
 
     /// `[panel, row]` sums over all k, for up to [`MAX_PANELS`] panels.
@@ -33,6 +34,7 @@ impl Scratch {
         self.acc.clear();
         self.acc.resize(panels.len() * rows.num_rows(), Lane::default());
         self.decoded.resize(MAX_PANELS * CHUNK_BLOCKS * LANES, Lane::default());
+        self.scales.resize(MAX_PANELS * CHUNK_BLOCKS, Lane::default());
         let mut rest = &mut self.acc[..];
         for panels in panels.chunk_by(|a, b| a.is_like(b)) {
             let (acc, tail) = rest.split_at_mut(panels.len() * rows.num_rows());
@@ -40,25 +42,34 @@ impl Scratch {
             if kernels.fuses(rows.num_rows()) && !matches!(panels[0], Panel::F32(_)) {
                 kernels.fused(panels, rows, acc);
             } else {
-                chunked(kernels, panels, rows, &mut self.decoded, acc);
+                chunked(kernels, panels, rows, (&mut self.decoded, &mut self.scales), acc);
             }
         }
         &mut self.acc
     }
 }
 
-fn chunked(kernels: &dyn Kernels, panels: &[Panel<'_>], rows: RowBlocks<'_>, decoded: &mut [Lane], acc: &mut [Lane]) {
+/// `buffers` hold the decoded values and scales of one chunk.
+fn chunked(
+    kernels: &dyn Kernels,
+    panels: &[Panel<'_>],
+    rows: RowBlocks<'_>,
+    buffers: (&mut [Lane], &mut [Lane]),
+    acc: &mut [Lane],
+) {
     let chunk_blocks = if rows.num_rows() < LONG_CHUNK_ROWS { SHORT_CHUNK_BLOCKS } else { CHUNK_BLOCKS };
     for start in (0..rows.num_blocks()).step_by(chunk_blocks) {
         let end = rows.num_blocks().min(start + chunk_blocks);
-        let mut weights: [&[Lane]; MAX_PANELS] = [&[]; MAX_PANELS];
-        let buffers = decoded.chunks_exact_mut((end - start) * LANES);
-        for ((panel, weights), buffer) in panels.iter().zip(&mut weights).zip(buffers) {
+        let mut weights = [Decoded::default(); MAX_PANELS];
+        let values = buffers.0.chunks_exact_mut((end - start) * LANES);
+        let scales = buffers.1.chunks_exact_mut(end - start);
+        for ((panel, weights), (values, scales)) in panels.iter().zip(&mut weights).zip(values.zip(scales)) {
             *weights = match panel.blocks(start, end) {
-                Panel::F32(lanes) => lanes,
+                Panel::F32(lanes) => Decoded { values: lanes, scales: None },
                 codes => {
-                    kernels.decode(codes, buffer);
-                    buffer
+                    kernels.decode(codes, values, scales);
+                    let scaled = matches!(codes, Panel::Nvfp4 { .. });
+                    Decoded { values, scales: scaled.then_some(&*scales) }
                 }
             };
         }

@@ -1,7 +1,9 @@
 //! What an instruction set has to offer, and the shapes its kernels work on.
 //!
-//! Every implementation does the same operations in the same order on every value, so their bits are equal:
-//! an output is one chain `acc = fma(x[k], w[k], acc)` over k ascending, `w = e2m1 * e4m3`, which is exact in f32.
+//! Every implementation does the same operations in the same order on every value, so their bits are equal. An output of
+//! unquantised weights is one chain `acc = fma(x[k], w[k], acc)` over k ascending. One of NVFP4 weights is such a chain
+//! for each block of sixteen codes, from zero, and one chain `acc = fma(sum, block_scale, acc)` over blocks ascending:
+//! the scale is multiplied once for sixteen codes.
 
 use super::pack::Order;
 use crate::numerics::activation::Activation;
@@ -45,6 +47,15 @@ impl<'a> Panel<'a> {
             Self::F32(lanes) => Self::F32(&lanes[start * LANES..end * LANES]),
         }
     }
+}
+
+/// A panel's weights as f32.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Decoded<'a> {
+    /// `[k]`, NVFP4's without their block scales.
+    pub(super) values: &'a [Lane],
+    /// `[k / 16]`, where the format has block scales.
+    pub(super) scales: Option<&'a [Lane]>,
 }
 
 /// Rows cut into blocks of sixteen k: `[k / 16, num_rows, 16]`, so that a tile of rows is contiguous in every block.
@@ -95,11 +106,11 @@ pub(super) trait Kernels: Send + Sync {
     /// `acc[p, row] = sum over k` for panels of one format, not f32, and as many rows as [`Kernels::fuses`].
     fn fused(&self, panels: &[Panel<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]);
 
-    /// Decodes a panel, not of f32, into `[k, 16]`.
-    fn decode(&self, panel: Panel<'_>, out: &mut [Lane]);
+    /// Decodes a panel, not of f32, into `values`, `[k]`, and an NVFP4 one's block scales into `scales`, `[k / 16]`.
+    fn decode(&self, panel: Panel<'_>, values: &mut [Lane], scales: &mut [Lane]);
 
-    /// `acc[p, row] += sum over k` for panels decoded to `[k, 16]`.
-    fn multiply(&self, panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]);
+    /// Continues the chains `acc[p, row]` over the k of decoded panels of one format.
+    fn multiply(&self, panels: &[Decoded<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]);
 
     /// `gate[i] = activation(gate[i] * gate_scale, up[i] * up_scale)`
     fn activate(&self, activation: &ScaledActivation, gate: &mut [Lane], up: &[Lane]);

@@ -1,7 +1,7 @@
 //! The loops over k, written once for every instruction set.
 //!
-//! A module that calls [`product_kernels`] provides sixteen lanes as `F` and `splat`, `load`, `store`, `mul`, `fma`,
-//! `decoder`, `nvfp4_scale`, `nvfp4_pair`, `bf16_pair`, and `PEAK_CHAINS`.
+//! A module that calls [`product_kernels`] provides sixteen lanes as `F` and `splat`, `load`, `store`, `fma`, `decoder`,
+//! `nvfp4_scale`, `nvfp4_pair`, `bf16_pair`, `fetch`, and `PEAK_CHAINS`.
 
 /// Repeats a block for every second k of a block of sixteen, with `$k` a constant: shifts and indices then fold.
 macro_rules! each_pair {
@@ -16,6 +16,27 @@ macro_rules! each_pair {
     };
 }
 pub(super) use each_pair;
+
+/// Adds the products of one block of sixteen k to sums in registers.
+macro_rules! multiply_block {
+    ($p:ident, $r:ident, $x:ident, $weights:ident, $sums:ident) => {
+        each_pair!(K => {
+            for i in 0..2 {
+                let mut w = [splat(0.0); $p];
+                for p in 0..$p {
+                    w[p] = load(&$weights[p][K + i]);
+                }
+                for r in 0..$r {
+                    let x = splat($x[r].0[K + i]);
+                    for p in 0..$p {
+                        $sums[p][r] = fma(x, w[p], $sums[p][r]);
+                    }
+                }
+            }
+        })
+    };
+}
+pub(super) use multiply_block;
 
 /// The products of [`super::kernels::Kernels`] as free functions with the given attribute.
 ///
@@ -74,21 +95,26 @@ macro_rules! product_kernels {
             for block in 0..rows.num_blocks() {
                 let x = rows.tile::<R>(block, 0);
                 let codes: [_; P] = std::array::from_fn(|p| &views[p].0[block]);
-                let mut scales = [splat(0.0); P];
+                let mut block_sums = [[splat(0.0); R]; P];
                 for p in 0..P {
-                    scales[p] = nvfp4_scale(&views[p].1[block]);
+                    fetch(codes[p]);
                 }
                 each_pair!(K => {
                     for p in 0..P {
                         let pair = nvfp4_pair(decoder, codes[p], K);
                         for i in 0..2 {
-                            let w = mul(pair[i], scales[p]);
                             for r in 0..R {
-                                sums[p][r] = fma(splat(x[r].0[K + i]), w, sums[p][r]);
+                                block_sums[p][r] = fma(splat(x[r].0[K + i]), pair[i], block_sums[p][r]);
                             }
                         }
                     }
                 });
+                for p in 0..P {
+                    let scale = nvfp4_scale(&views[p].1[block]);
+                    for r in 0..R {
+                        sums[p][r] = fma(block_sums[p][r], scale, sums[p][r]);
+                    }
+                }
             }
             // NOTE: an iterator over the sums would put them into memory all along.
             for p in 0..P {
@@ -130,26 +156,26 @@ macro_rules! product_kernels {
         }
 
         $(#[$attribute])?
-        fn decode(panel: Panel<'_>, out: &mut [Lane]) {
+        fn decode(panel: Panel<'_>, values: &mut [Lane], scales: &mut [Lane]) {
             let decoder = decoder();
-            let out = out.as_chunks_mut::<LANES>().0;
+            let values = values.as_chunks_mut::<LANES>().0;
             match panel {
-                Panel::Nvfp4 { codes, scales } => {
-                    for ((codes, scales), out) in codes.iter().zip(scales).zip(out) {
-                        let scale = nvfp4_scale(scales);
+                Panel::Nvfp4 { codes, scales: bits } => {
+                    for ((codes, bits), (values, scale)) in codes.iter().zip(bits).zip(values.iter_mut().zip(scales)) {
+                        store(scale, nvfp4_scale(bits));
                         each_pair!(K => {
                             let pair = nvfp4_pair(decoder, codes, K);
-                            store(&mut out[K], mul(pair[0], scale));
-                            store(&mut out[K + 1], mul(pair[1], scale));
+                            store(&mut values[K], pair[0]);
+                            store(&mut values[K + 1], pair[1]);
                         });
                     }
                 }
                 Panel::Bf16(blocks) => {
-                    for (pairs, out) in blocks.iter().zip(out) {
-                        for (pair, out) in pairs.iter().zip(out.as_chunks_mut::<2>().0) {
+                    for (pairs, values) in blocks.iter().zip(values) {
+                        for (pair, values) in pairs.iter().zip(values.as_chunks_mut::<2>().0) {
                             let pair = bf16_pair(decoder, pair);
-                            store(&mut out[0], pair[0]);
-                            store(&mut out[1], pair[1]);
+                            store(&mut values[0], pair[0]);
+                            store(&mut values[1], pair[1]);
                         }
                     }
                 }
@@ -158,7 +184,7 @@ macro_rules! product_kernels {
         }
 
         $(#[$attribute])?
-        fn multiply(panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+        fn multiply(panels: &[Decoded<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
             let num_rows = rows.num_rows();
             // Tiles of even height: a last one of one or two rows would have too few sums to hide an fma's latency.
             let num_tiles = num_rows.div_ceil($max_tile_rows);
@@ -177,43 +203,73 @@ macro_rules! product_kernels {
             }
         }
 
-        #[inline(never)]
         $(#[$attribute])?
         fn multiply_tile<const P: usize, const R: usize>(
-            panels: &[&[Lane]],
+            panels: &[Decoded<'_>],
             rows: RowBlocks<'_>,
             first_row: usize,
             acc: &mut [Lane],
         ) {
-            let num_rows = rows.num_rows();
-            let weights: [&[[Lane; LANES]]; P] = std::array::from_fn(|p| panels[p].as_chunks().0);
+            let mut acc_rows = acc.chunks_exact_mut(rows.num_rows());
+            let acc: [&mut [Lane; R]; P] = std::array::from_fn(|_| {
+                acc_rows.next().and_then(|rows| rows[first_row..].first_chunk_mut()).expect("P panels of R rows")
+            });
+            match panels[0].scales {
+                Some(_) => multiply_scaled::<P, R>(panels, rows, first_row, acc),
+                None => multiply_plain::<P, R>(panels, rows, first_row, acc),
+            }
+        }
+
+        /// One chain over all k, in registers.
+        #[inline(never)]
+        $(#[$attribute])?
+        fn multiply_plain<const P: usize, const R: usize>(
+            panels: &[Decoded<'_>],
+            rows: RowBlocks<'_>,
+            first_row: usize,
+            acc: [&mut [Lane; R]; P],
+        ) {
+            let weights: [&[[Lane; LANES]]; P] = std::array::from_fn(|p| panels[p].values.as_chunks().0);
             let mut sums = [[splat(0.0); R]; P];
             for p in 0..P {
                 for r in 0..R {
-                    sums[p][r] = load(&acc[p * num_rows + first_row + r]);
+                    sums[p][r] = load(&acc[p][r]);
                 }
             }
             for block in 0..rows.num_blocks() {
                 let x = rows.tile::<R>(block, first_row);
                 let weights: [_; P] = std::array::from_fn(|p| &weights[p][block]);
-                each_pair!(K => {
-                    for i in 0..2 {
-                        let mut w = [splat(0.0); P];
-                        for p in 0..P {
-                            w[p] = load(&weights[p][K + i]);
-                        }
-                        for r in 0..R {
-                            let x = splat(x[r].0[K + i]);
-                            for p in 0..P {
-                                sums[p][r] = fma(x, w[p], sums[p][r]);
-                            }
-                        }
-                    }
-                });
+                multiply_block!(P, R, x, weights, sums);
             }
             for p in 0..P {
                 for r in 0..R {
-                    store(&mut acc[p * num_rows + first_row + r], sums[p][r]);
+                    store(&mut acc[p][r], sums[p][r]);
+                }
+            }
+        }
+
+        /// One chain a block, in registers; the sums over blocks stay in the first-level cache.
+        #[inline(never)]
+        $(#[$attribute])?
+        fn multiply_scaled<const P: usize, const R: usize>(
+            panels: &[Decoded<'_>],
+            rows: RowBlocks<'_>,
+            first_row: usize,
+            acc: [&mut [Lane; R]; P],
+        ) {
+            let weights: [&[[Lane; LANES]]; P] = std::array::from_fn(|p| panels[p].values.as_chunks().0);
+            let scales: [&[Lane]; P] = std::array::from_fn(|p| panels[p].scales.expect("panels of one format"));
+            for block in 0..rows.num_blocks() {
+                let x = rows.tile::<R>(block, first_row);
+                let weights: [_; P] = std::array::from_fn(|p| &weights[p][block]);
+                let mut sums = [[splat(0.0); R]; P];
+                multiply_block!(P, R, x, weights, sums);
+                for p in 0..P {
+                    let scale = load(&scales[p][block]);
+                    for r in 0..R {
+                        let sum = fma(sums[p][r], scale, load(&acc[p][r]));
+                        store(&mut acc[p][r], sum);
+                    }
                 }
             }
         }

@@ -1,9 +1,9 @@
 //! The kernels without named vector instructions: what the others must agree with, and what any machine can run.
 
-use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks, ScaledActivation};
+use super::kernels::{Decoded, Kernels, LANES, Lane, Panel, RowBlocks, ScaledActivation};
 use super::math::{self, activation_kernels};
 use super::pack::Order;
-use super::products::{each_pair, product_kernels};
+use super::products::{each_pair, multiply_block, product_kernels};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::{self, QuantCounts};
 
@@ -54,6 +54,9 @@ struct Decoder;
 fn decoder() -> Decoder {
     Decoder
 }
+
+/// The hardware's own fetching is enough.
+fn fetch(_codes: &[u8; 128]) {}
 
 /// The values * 256 of sixteen outputs at k and k + 1.
 fn nvfp4_pair(_decoder: Decoder, codes: &[u8; 128], k: usize) -> [F; 2] {
@@ -139,11 +142,11 @@ impl Kernels for Scalar {
         fused(panels, rows, acc)
     }
 
-    fn decode(&self, panel: Panel<'_>, out: &mut [Lane]) {
-        decode(panel, out)
+    fn decode(&self, panel: Panel<'_>, values: &mut [Lane], scales: &mut [Lane]) {
+        decode(panel, values, scales)
     }
 
-    fn multiply(&self, panels: &[&[Lane]], rows: RowBlocks<'_>, acc: &mut [Lane]) {
+    fn multiply(&self, panels: &[Decoded<'_>], rows: RowBlocks<'_>, acc: &mut [Lane]) {
         multiply(panels, rows, acc)
     }
 

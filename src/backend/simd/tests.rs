@@ -4,7 +4,7 @@ use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks};
 use super::pack::PackedMatrix;
 use super::{Isa, kernels_of};
 use crate::checkpoint::tensors::{Projection, ProjectionData, TensorBytes};
-use crate::numerics::nvfp4;
+use crate::numerics::{e2m1, e4m3, nvfp4};
 
 fn kernels() -> impl Iterator<Item = (Isa, Box<dyn Kernels>)> {
     Isa::ALL.into_iter().filter_map(|isa| Some((isa, kernels_of(isa).ok()?)))
@@ -14,11 +14,13 @@ fn owned(bytes: Vec<u8>) -> TensorBytes {
     TensorBytes::Owned(bytes.into())
 }
 
-/// `[k, lane]` of a panel, through `decode`.
+/// `[k, lane]` of a panel, through `decode`; NVFP4's with their block scales.
 fn decoded(kernels: &dyn Kernels, panel: Panel<'_>, num_blocks: usize) -> Vec<Lane> {
-    let mut out = vec![Lane([f32::NAN; LANES]); num_blocks * LANES];
-    kernels.decode(panel, &mut out);
-    out
+    let mut values = vec![Lane([f32::NAN; LANES]); num_blocks * LANES];
+    let mut scales = vec![Lane([1.0; LANES]); num_blocks];
+    kernels.decode(panel, &mut values, &mut scales);
+    let scaled = |(k, value): (usize, &Lane)| Lane(std::array::from_fn(|i| value.0[i] * scales[k / LANES].0[i]));
+    values.iter().enumerate().map(scaled).collect()
 }
 
 /// Every block scale that is no NaN, and -0, with every code at every place of a block: the product is exact.
@@ -93,36 +95,91 @@ fn unquantised_weights_keep_their_bits_and_are_padded() {
     }
 }
 
-/// Fused and chunked products are one chain over k: large terms that cancel show any other order.
-#[test]
-fn fused_and_chunked_products_are_one_chain() {
-    let num_blocks = 5;
-    let weights: Vec<Lane> = (0..num_blocks * LANES)
-        .map(|k| Lane(std::array::from_fn(|i| [1.0, 1024.0, -1024.0, 0.5][(k * 7 + i) % 4])))
-        .collect();
-    let bytes = (0..LANES)
-        .flat_map(|row| weights.iter().flat_map(move |lane| half::bf16::from_f32(lane.0[row]).to_le_bytes()))
-        .collect();
-    let projection =
-        Projection { out_features: LANES, in_features: num_blocks * LANES, data: ProjectionData::Bf16(owned(bytes)) };
-    for num_rows in [1, 2, 3, 4, 5, 6, 7, 12, 13, 25] {
-        let x: Vec<Lane> = (0..num_blocks * num_rows)
-            .map(|i| Lane(std::array::from_fn(|k| ((i * 31 + k * 17) % 97) as f32 * 1.37 - 60.0)))
-            .collect();
-        let rows = RowBlocks::new(&x, num_rows);
+/// Sixteen outputs of NVFP4 codes and block scales.
+struct Nvfp4Weights {
+    num_blocks: usize,
+    packed: Vec<u8>,
+    block_scales: Vec<u8>,
+}
+
+impl Nvfp4Weights {
+    /// Codes and scales whose products differ by many binary orders.
+    #[expect(clippy::cast_possible_truncation, reason = "bytes")]
+    fn new(num_blocks: usize) -> Self {
+        Self {
+            num_blocks,
+            packed: (0..LANES * num_blocks * 8).map(|i| (i * 151 + i / 7 * 29) as u8).collect(),
+            block_scales: (0..LANES * num_blocks).map(|i| (i * 43 % 127) as u8).collect(),
+        }
+    }
+
+    fn projection(&self) -> Projection {
+        let data = ProjectionData::Nvfp4 {
+            packed: owned(self.packed.clone()),
+            block_scales: owned(self.block_scales.clone()),
+            global_scale: 1.0,
+            input_scale: None,
+        };
+        Projection { out_features: LANES, in_features: self.num_blocks * LANES, data }
+    }
+
+    /// The promised order: a chain for each block, from zero, and one over the blocks.
+    fn sum(&self, output: usize, x: impl Fn(usize) -> f32) -> f32 {
+        let row = output * self.num_blocks;
+        (0..self.num_blocks).fold(0.0, |acc, block| {
+            let code = |k: usize| self.packed[(row + block) * 8 + k / 2] >> (k % 2 * 4) & 15;
+            let chain = |sum: f32, k: usize| x(block * LANES + k).mul_add(e2m1::decode(code(k)), sum);
+            let scale = e4m3::decode(self.block_scales[row + block]);
+            (0..LANES).fold(0.0, chain).mul_add(scale, acc)
+        })
+    }
+}
+
+const ROW_COUNTS: [usize; 12] = [1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 37];
+
+fn inputs(num_blocks: usize, num_rows: usize) -> Vec<Lane> {
+    let lane = |i: usize| Lane(std::array::from_fn(|k| ((i * 31 + k * 17) % 97) as f32 * 1.37 - 60.0));
+    (0..num_blocks * num_rows).map(lane).collect()
+}
+
+/// Every number of rows gives `expected(x, output)`, where `x` gives a row's value at k.
+fn products_are(projection: &Projection, num_blocks: usize, expected: impl Fn(&dyn Fn(usize) -> f32, usize) -> f32) {
+    for num_rows in ROW_COUNTS {
+        let x = inputs(num_blocks, num_rows);
         for (isa, kernels) in kernels() {
-            let matrix = PackedMatrix::new(&projection, kernels.order()).unwrap();
-            let mut acc = vec![Lane::default(); num_rows];
+            let matrix = PackedMatrix::new(projection, kernels.order()).unwrap();
+            // Two panels, as a kernel may take several at a time.
+            let panels = [matrix.panel(0), matrix.panel(0)];
             let mut scratch = super::gemm::Scratch::default();
-            acc.copy_from_slice(scratch.products(&*kernels, &[matrix.panel(0)], rows));
-            for (row, acc) in acc.iter().enumerate() {
-                for (i, got) in acc.0.iter().enumerate() {
-                    let chain =
-                        |sum: f32, k: usize| x[k / LANES * num_rows + row].0[k % LANES].mul_add(weights[k].0[i], sum);
-                    let expected = (0..num_blocks * LANES).fold(0.0, chain);
-                    assert_eq!(got.to_bits(), expected.to_bits(), "{isa}: row {row} of {num_rows}, output {i}");
+            let sums = scratch.products(&*kernels, &panels, RowBlocks::new(&x, num_rows));
+            for (row, sums) in sums.iter().enumerate() {
+                for (output, got) in sums.0.iter().enumerate() {
+                    let x = |k: usize| x[k / LANES * num_rows + row % num_rows].0[k % LANES];
+                    let expected = expected(&x, output);
+                    assert_eq!(got.to_bits(), expected.to_bits(), "{isa}: row {row} of {num_rows}, output {output}");
                 }
             }
         }
     }
+}
+
+/// Fused and chunked products of unquantised weights are one chain over k: large terms that cancel show another order.
+#[test]
+fn bf16_products_are_one_chain() {
+    let num_blocks = 19;
+    let weight = |output: usize, k: usize| [1.0, 1024.0, -1024.0, 0.5][(k * 7 + output) % 4];
+    let all = (0..LANES).flat_map(|output| (0..num_blocks * LANES).map(move |k| weight(output, k)));
+    let bytes = all.flat_map(|value| half::bf16::from_f32(value).to_le_bytes()).collect();
+    let data = ProjectionData::Bf16(owned(bytes));
+    let projection = Projection { out_features: LANES, in_features: num_blocks * LANES, data };
+    products_are(&projection, num_blocks, |x, output| {
+        (0..num_blocks * LANES).fold(0.0, |sum, k| x(k).mul_add(weight(output, k), sum))
+    });
+}
+
+/// Fused and chunked products of NVFP4 weights are a chain a block and a chain of blocks.
+#[test]
+fn nvfp4_products_are_chains_of_block_chains() {
+    let weights = Nvfp4Weights::new(19);
+    products_are(&weights.projection(), 19, |x, output| weights.sum(output, x));
 }

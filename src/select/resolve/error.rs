@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::super::candidate::Candidate;
 use super::super::identity::Identity;
-use super::super::near::did_you_mean;
+use crate::near::did_you_mean;
 use super::super::problem::{ProblemError, Quantisation, counted, list};
 use super::super::query::QueryError;
 use super::super::ranks::{Layers, RankSet};
