@@ -248,10 +248,10 @@ pub enum BackendError {
     },
     /// The GPU or its driver.
     #[error(transparent)]
-    Cuda(#[from] CudaError),
+    Cuda(Box<CudaError>),
     /// The compiler of kernels.
     #[error(transparent)]
-    Compile(#[from] NvrtcError),
+    Compile(Box<NvrtcError>),
     /// A GPU that a technique has no kernels for.
     #[error("{technique} has no kernels for compute capability {found} ({name}); choose another backend")]
     Capability {
@@ -288,6 +288,18 @@ pub enum BackendError {
         /// Rows that it was given.
         wanted: u64,
     },
+}
+
+impl From<CudaError> for BackendError {
+    fn from(error: CudaError) -> Self {
+        Self::Cuda(Box::new(error))
+    }
+}
+
+impl From<NvrtcError> for BackendError {
+    fn from(error: NvrtcError) -> Self {
+        Self::Compile(Box::new(error))
+    }
 }
 
 impl Classify for BackendError {

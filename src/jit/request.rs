@@ -99,6 +99,8 @@ impl KernelRequest {
                 "--prec-div=true",
                 "--prec-sqrt=true",
                 "--fmad=true",
+                // NVRTC's own cache answers without running the assembler, and then the log says nothing of registers.
+                "--no-cache",
                 "--ptxas-options=-v",
             ]
             .map(str::to_owned),
