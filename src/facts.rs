@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::backend::{GpuOptions, Isa};
+use crate::backend::Isa;
 use crate::cuda::{DeviceFacts, Devices};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -91,12 +91,11 @@ fn gpu_of(world: &World, mut devices: Vec<DeviceFacts>) -> Option<DeviceFacts> {
     Some(devices.swap_remove(at))
 }
 
-/// What a GPU backend of this rank opens.
+/// The number in this process of the GPU that this rank drives; 0 where it has none.
 #[must_use]
-pub fn gpu_options(world: &World, env: &EnvVars) -> GpuOptions {
+pub fn gpu_ordinal(world: &World) -> u32 {
     let devices = if host::nvidia_driver().is_some() { Devices::probe().devices } else { Vec::new() };
-    let ordinal = gpu_of(world, devices).map_or(0, |facts| facts.ordinal);
-    GpuOptions { ordinal, nvrtc: env.nvrtc().map(str::to_owned) }
+    gpu_of(world, devices).map_or(0, |facts| facts.ordinal)
 }
 
 /// A backend's instruction set as selection knows it.

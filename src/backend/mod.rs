@@ -16,7 +16,7 @@ use crate::jit::NvrtcError;
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::{Identity, Quant};
-pub use cuda::GpuOptions;
+pub use cuda::{GpuOptions, Kernels};
 pub use simd::Isa;
 
 /// What a group of experts has in common.
@@ -144,7 +144,7 @@ pub fn identity(technique: &'static str, quant: Quant) -> Identity {
 pub const TECHNIQUES: &[&str] = &[reference::TECHNIQUE, simd::TECHNIQUE, cuda::MMA_SYNC, cuda::WGMMA];
 
 /// What a backend is given of the machine. Bits do not depend on threads or instruction set.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub struct Machine {
     /// Threads of the backend's own; 0: one a core.
     pub num_threads: usize,
@@ -252,6 +252,12 @@ pub enum BackendError {
     /// The compiler of kernels.
     #[error(transparent)]
     Compile(Box<NvrtcError>),
+    /// A kernel that the session did not get, though it follows from the layer.
+    #[error("{kernel} was not prepared, a bug: what a layer needs and what is packed for it differ")]
+    NotPrepared {
+        /// What is missing.
+        kernel: String,
+    },
     /// A GPU that a technique has no kernels for.
     #[error("{technique} has no kernels for compute capability {found} ({name}); choose another backend")]
     Capability {
@@ -312,6 +318,7 @@ impl Classify for BackendError {
             Self::Compile(error) => error.exit(),
             Self::Pack { source, .. } => source.exit(),
             Self::Rows { .. } => Exit::WrongResult,
+            Self::NotPrepared { .. } => Exit::Bug,
             Self::Shape { .. }
             | Self::InputScale { .. }
             | Self::Width { .. }

@@ -101,7 +101,7 @@ pub fn command(args: &WarmupArgs, env: &EnvVars) -> Result<Exit, Failure> {
         world.agree(LogSettings::new(args.log, env, &effective).start().map_err(StartError::from))?;
         let deployment = &effective.deployment;
         let (layers, _) = world.agree(resolve::layers(&args.model, &args.layers, deployment))?;
-        let requests = requests(&layers, &world.agree(archs(args))?);
+        let requests = requests(&layers, deployment.moe.batch_invariant, &world.agree(archs(args))?);
         let mut cache = open_cache(world, &effective, env, args.into);
         let settings = PrepareSettings {
             nvrtc: env.nvrtc(),
@@ -133,9 +133,10 @@ fn archs(args: &WarmupArgs) -> Result<Vec<Arch>, WarmupError> {
     if archs.is_empty() { Err(WarmupError::NoArch { driver }) } else { Ok(archs) }
 }
 
-fn requests(layers: &[ModelLayer], archs: &[Arch]) -> Vec<KernelRequest> {
-    let of_layer = |(problem, _): &ModelLayer| {
-        archs.iter().flat_map(|&arch| kernels::for_layer(problem, arch)).collect::<Vec<_>>()
+fn requests(layers: &[ModelLayer], batch_invariant: bool, archs: &[Arch]) -> Vec<KernelRequest> {
+    let of_layer = |(problem, decision): &ModelLayer| {
+        let requests = |&arch| kernels::for_layer(problem, decision.activation, batch_invariant, arch);
+        archs.iter().flat_map(requests).collect::<Vec<_>>()
     };
     layers.iter().flat_map(of_layer).collect()
 }

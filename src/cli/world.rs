@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::backend::GpuOptions;
 use crate::checkpoint;
 use crate::config::{ConfigError, Deployment, Effective};
 use crate::env::{EnvError, EnvVars};
@@ -15,11 +14,13 @@ use crate::facts::{self, FactsError};
 use crate::fault::{FaultError, Faults, Injected, Stage};
 use crate::ids::Rank;
 use crate::jit::cache;
+use crate::layer::JitOptions;
 use crate::layer::agreement::{Topic, agree_on};
 use crate::select::fingerprint::{FingerprintError, StartBuilder};
 use crate::select::{Environment, Fingerprint, RankSet};
 use crate::world::{Phase, Refusal, World, WorldError, abort_job, end_on_signals, install_panic_hook};
 
+use super::doctor::cache_dir;
 use super::failure::Failure;
 use super::logging::{self, LogError};
 use super::options::CommonArgs;
@@ -94,8 +95,10 @@ pub struct Started {
     pub effective: Effective,
     /// Threads of this rank.
     pub num_threads: usize,
-    /// The GPU of this rank, where it drives one.
-    pub gpu: GpuOptions,
+    /// The number in this process of this rank's GPU, where it drives one.
+    pub gpu_ordinal: u32,
+    /// Where kernels are kept and what compiles them.
+    pub jit: JitOptions,
     /// What this rank is.
     pub environment: Environment,
 }
@@ -194,8 +197,10 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
-    let gpu = facts::gpu_options(world, env);
-    Ok(Some(Started { effective, num_threads, gpu, environment }))
+    let gpu_ordinal = facts::gpu_ordinal(world);
+    let cache_dir = cache_dir(&effective, env).map(Into::into);
+    let jit = JitOptions { cache_dir, nvrtc: env.nvrtc().map(str::to_owned) };
+    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, environment }))
 }
 
 /// Compared before anything is decided from it.

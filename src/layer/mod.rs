@@ -1,6 +1,7 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
 pub mod agreement;
+mod kernels;
 mod load;
 mod parts;
 pub mod plan;
@@ -19,6 +20,7 @@ use crate::dispatch::plan::{ComputePlan, Slots};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::{Action, Injected, Stage};
 use crate::ids::LayerIdx;
+use crate::jit::JitError;
 use crate::model::MoeGeometry;
 use crate::numerics::nvfp4;
 use crate::routing::{RoutingError, TopK};
@@ -26,7 +28,7 @@ use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
 pub use parts::Part;
-pub use session::{Session, SessionOptions};
+pub use session::{JitOptions, Session, SessionOptions};
 pub use stats::{LayerStats, PhaseTimes};
 
 use parts::{Latent, Router, Shared};
@@ -60,6 +62,9 @@ pub enum LayerError {
     /// A backend can't be built here.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// Kernels.
+    #[error(transparent)]
+    Jit(Box<JitError>),
     /// A fault on purpose.
     #[error(transparent)]
     Fault(#[from] Injected),
@@ -84,6 +89,12 @@ pub enum LayerError {
     },
 }
 
+impl From<JitError> for LayerError {
+    fn from(error: JitError) -> Self {
+        Self::Jit(Box::new(error))
+    }
+}
+
 impl Classify for LayerError {
     fn exit(&self) -> Exit {
         match self {
@@ -95,6 +106,7 @@ impl Classify for LayerError {
             Self::Capacity(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
+            Self::Jit(error) => error.exit(),
             Self::Refused(error) => error.exit(),
             Self::Prepare { .. } | Self::NoSuchLayer { .. } => Exit::BadInput,
         }
@@ -103,6 +115,7 @@ impl Classify for LayerError {
     fn known(&self) -> Known {
         match self {
             Self::Refused(error) => error.known(),
+            Self::Jit(error) => error.known(),
             _ => Known::Here,
         }
     }

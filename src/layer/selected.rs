@@ -2,6 +2,7 @@
 
 use crate::dispatch::combine::CombineMode;
 use crate::facts::{self, BUILD};
+use crate::jit::Prepared;
 use crate::select::fingerprint::SessionBuilder;
 use crate::select::registry::Registry;
 use crate::select::{DeploymentFacts, Fingerprint, LayerSelection, SelectError, Selection, resolve};
@@ -62,6 +63,11 @@ impl Selected {
             warn_of_harmless_differences(&environments);
         }
         Ok(Self { selection, fingerprint, fields })
+    }
+
+    /// Puts the keys of kernels into what all ranks compare.
+    pub fn add_artefacts(&mut self, prepared: &Prepared) {
+        prepared.add_to(&mut self.fields);
     }
 
     /// What runs a layer.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Machine};
+use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Kernels, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, BufferSizes, Capacity, CapacityError};
@@ -20,6 +20,7 @@ use crate::model::MoeGeometry;
 use crate::select::{self, Digest, Environment, LayerDecision, Selection, TokenForm};
 use crate::world::{Phase, World};
 
+use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
 use super::selected::{self, Selected};
@@ -35,8 +36,10 @@ pub struct SessionOptions<'a> {
     pub deployment: Deployment,
     /// Threads of this rank.
     pub num_threads: usize,
-    /// The GPU of this rank, where it drives one.
-    pub gpu: GpuOptions,
+    /// The number in this process of the GPU that this rank drives, where it drives one.
+    pub gpu_ordinal: u32,
+    /// Where kernels are kept and what compiles them.
+    pub jit: JitOptions,
     /// What this rank is, from which all ranks select.
     pub environment: Environment,
     /// The hidden states are bf16 values.
@@ -54,6 +57,15 @@ impl SessionOptions<'_> {
         let Self { layers, deployment, input_is_bf16, part, .. } = self;
         Asked { layers: layers.as_deref(), deployment, input_is_bf16: *input_is_bf16, part: *part }
     }
+}
+
+/// Where kernels are kept and what compiles them.
+#[derive(Debug, Clone, Default)]
+pub struct JitOptions {
+    /// The cache of all ranks; absent: none can be found, and kernels are kept for this run alone.
+    pub cache_dir: Option<PathBuf>,
+    /// NVRTC, or the directory that it lies in; absent: where the loader finds it.
+    pub nvrtc: Option<String>,
 }
 
 /// Layers ready to run on this rank. Every rank holds one, made by the same collective calls.
@@ -81,11 +93,13 @@ impl Session {
         let plans = world.agree(plan::plan(&checkpoint, &options.asked()))?;
         report_warnings(world, &checkpoint, &plans);
         let geometry = checkpoint.model().geometry.clone();
-        let selected = Selected::agree(world, options, &geometry, &plans)?;
+        let mut selected = Selected::agree(world, options, &geometry, &plans)?;
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
-        let backends = world.agree(build_backends(world, &selected, options))?;
+        let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
+        world.enter(Phase { name: "load", limit: Duration::from_secs(deployment.timeouts.load_s) });
+        let backends = world.agree(build_backends(world, &selected, options, kernels))?;
         let layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
         let session = selected.agree_on_loaded(world, &layers)?.digest();
         Ok(Self {
@@ -231,12 +245,18 @@ pub(super) fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowF
 /// The backends that the selection names, by technique.
 type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
 
-fn build_backends(world: &World, selected: &Selected, options: &SessionOptions<'_>) -> Result<Backends, LayerError> {
+fn build_backends(
+    world: &World,
+    selected: &Selected,
+    options: &SessionOptions<'_>,
+    kernels: Kernels,
+) -> Result<Backends, LayerError> {
+    let gpu = GpuOptions { ordinal: options.gpu_ordinal, kernels };
     let num_threads = options.num_threads;
     world.fault(Stage::Compile)?;
     let build = |technique| {
         let isa = selected::isa(&selected.selection, technique);
-        let machine = Machine { num_threads, isa: Some(isa), gpu: options.gpu.clone() };
+        let machine = Machine { num_threads, isa: Some(isa), gpu: gpu.clone() };
         let backend = backend::build(technique, &machine)?;
         if world.is_root() {
             tracing::info!(technique, %isa, threads = num_threads, "backend");

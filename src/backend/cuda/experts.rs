@@ -6,15 +6,15 @@ use std::sync::{Arc, PoisonError};
 
 use rayon::prelude::*;
 
-use super::Shared;
 use super::pack::{self, Format, PackError};
 use super::programs::Program;
-use super::schedule::Chooser;
 use super::workspace::{NUM_COUNTERS, Workspace, grow, upload};
+use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
 use crate::backend::{BackendError, ExpertBatch, Experts, ExpertsBuilder, ExpertsSpec, ForwardStats};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
+use crate::jit::kernels::Chooser;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, STEP_K, Schedule, Weights,
 };
@@ -78,7 +78,8 @@ impl ExpertsBuilder for Builder {
 
     fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
         let Self { shared, spec, experts } = *self;
-        let chooser = Chooser { technique: shared.technique, batch_invariant: spec.batch_invariant };
+        let family = family(shared.technique).unwrap_or_else(|| unreachable!("{} has no schedules", shared.technique));
+        let chooser = Chooser { family, batch_invariant: spec.batch_invariant };
         let mut programs = Vec::new();
         for weights in [Weights::Nvfp4, Weights::Bf16] {
             if experts.iter().all(|expert| expert.weights != weights) {

@@ -5,7 +5,6 @@
 mod experts;
 pub mod pack;
 mod programs;
-mod schedule;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
@@ -14,7 +13,8 @@ use super::simd::{Isa, Simd};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::cuda::{Device, Stream};
-use crate::jit::{Arch, Compiler};
+use crate::jit::kernels::Family;
+use crate::jit::{Arch, KernelRequest};
 use programs::Programs;
 use workspace::Workspace;
 
@@ -24,13 +24,39 @@ pub const MMA_SYNC: &str = "mma_sync";
 /// The technique of the kernels for Hopper.
 pub const WGMMA: &str = "wgmma";
 
-/// Which GPU a backend drives, and with which compiler.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// The family of a GPU technique's schedules; absent for others.
+#[must_use]
+pub fn family(technique: &str) -> Option<Family> {
+    match technique {
+        MMA_SYNC => Some(Family::MmaSync),
+        WGMMA => Some(Family::Wgmma),
+        _ => None,
+    }
+}
+
+/// Which GPU a backend drives, and with which kernels.
+#[derive(Debug, Clone, Default)]
 pub struct GpuOptions {
     /// The device's number in this process.
     pub ordinal: u32,
-    /// NVRTC, or the directory that it lies in; absent: where the loader finds it.
-    pub nvrtc: Option<String>,
+    /// Where kernels come from.
+    pub kernels: Kernels,
+}
+
+/// Where a backend's kernels come from.
+#[derive(Debug, Clone)]
+pub enum Kernels {
+    /// Machine code that was prepared before, by what it was made of. Nothing else is run.
+    Prepared(Arc<[(KernelRequest, Vec<u8>)]>),
+    /// Compiled when experts are packed: for one process alone, such as a test. NVRTC, or the directory that it lies in;
+    /// absent: where the loader finds it.
+    OnDemand(Option<String>),
+}
+
+impl Default for Kernels {
+    fn default() -> Self {
+        Self::Prepared(Arc::new([]))
+    }
 }
 
 /// What all experts of a backend use.
@@ -62,10 +88,9 @@ impl Gpu {
             name: device.facts().name.clone(),
             found: found.to_string(),
         })?;
-        let compiler = Compiler::load(options.nvrtc.as_deref())?;
         let stream = Stream::new(&device)?;
         let workspace = Mutex::new(Workspace::new(&stream)?);
-        let programs = Programs::new(device, arch, compiler);
+        let programs = Programs::new(device, arch, &options.kernels)?;
         let shared = Shared { technique, stream, programs, workspace };
         Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, Isa::detect())? })
     }

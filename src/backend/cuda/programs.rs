@@ -1,8 +1,10 @@
 //! Compiled kernels on a device, and their launches: the only `unsafe` of this backend.
 
-use std::sync::{Mutex, PoisonError};
+use std::borrow::Cow;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::BackendError;
+use super::Kernels;
 use crate::cuda::{Device, Function, LaunchShape, Module, Stream};
 use crate::jit::kernels::grouped_gemm::{GatherTokens, GroupedGemm, GroupedGemmArgs, Schedule};
 use crate::jit::{Arch, Compiler, KernelRequest};
@@ -11,16 +13,20 @@ use crate::jit::{Arch, Compiler, KernelRequest};
 pub(super) struct Programs {
     device: Device,
     arch: Arch,
-    compiler: Compiler,
+    source: Source,
     modules: Mutex<Vec<(KernelRequest, Module)>>,
 }
 
 impl Programs {
-    pub(super) fn new(device: Device, arch: Arch, compiler: Compiler) -> Self {
-        Self { device, arch, compiler, modules: Mutex::default() }
+    pub(super) fn new(device: Device, arch: Arch, kernels: &Kernels) -> Result<Self, BackendError> {
+        let source = match kernels {
+            Kernels::Prepared(prepared) => Source::Prepared(prepared.clone()),
+            Kernels::OnDemand(nvrtc) => Source::OnDemand(Compiler::load(nvrtc.as_deref())?),
+        };
+        Ok(Self { device, arch, source, modules: Mutex::default() })
     }
 
-    /// The kernels of a schedule, compiled if they are not there yet.
+    /// The kernels of a schedule, loaded if they are not there yet.
     pub(super) fn schedule(&self, schedule: Schedule, gemm: &GroupedGemm) -> Result<Program, BackendError> {
         let module = self.module(schedule.request(gemm, self.arch))?;
         let launch = schedule.launch(gemm);
@@ -62,12 +68,23 @@ impl Programs {
         if let Some((_, module)) = modules.iter().find(|(known, _)| *known == request) {
             return Ok(module.clone());
         }
-        let compiled = self.compiler.compile(&request)?;
-        tracing::debug!(kernel = request.describe(), elapsed = ?compiled.elapsed, "compiled");
-        let module = Module::load(&self.device, request.source.name, self.arch.name(), &compiled.cubin)?;
+        let cubin = match &self.source {
+            Source::Prepared(prepared) => {
+                let found = prepared.iter().find(|(known, _)| *known == request);
+                let missing = || BackendError::NotPrepared { kernel: request.describe() };
+                Cow::Borrowed(&found.ok_or_else(missing)?.1)
+            }
+            Source::OnDemand(compiler) => Cow::Owned(compiler.compile(&request)?.cubin),
+        };
+        let module = Module::load(&self.device, request.source.name, self.arch.name(), &cubin)?;
         modules.push((request, module.clone()));
         Ok(module)
     }
+}
+
+enum Source {
+    Prepared(Arc<[(KernelRequest, Vec<u8>)]>),
+    OnDemand(Compiler),
 }
 
 /// What computes both products of some experts.
