@@ -184,6 +184,12 @@ impl EnvVars {
         crate::config::scalar::Scalar::bare(self.ours("LOCKSTEP_START_S")?).count(1).ok()
     }
 
+    /// `LOCKSTEP_NVRTC`: the compiler of kernels, by its library or the directory that this lies in.
+    #[must_use]
+    pub fn nvrtc(&self) -> Option<&str> {
+        self.ours("LOCKSTEP_NVRTC").filter(|path| !path.is_empty())
+    }
+
     /// `LOCKSTEP_THREADS`: threads of this rank's pool.
     ///
     /// # Errors

@@ -5,10 +5,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::backend::Isa;
+use crate::cuda::{DeviceFacts, Devices};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::fault::{Action, Stage};
 use crate::host;
+use crate::jit::Compiler;
 use crate::select::environment::{Fact, Gpu, Libraries};
 use crate::select::fingerprint::BuildFacts;
 use crate::select::{Environment, InstructionSet};
@@ -45,7 +47,7 @@ impl Classify for FactsError {
 
 /// The environment of this rank. `wanted`: no better instruction set than this; absent: the machine's best.
 ///
-/// GPU, NCCL and NVRTC stay unknown where a driver is loaded, because a build for CPUs does not look further.
+/// A rank's GPU is looked for where a driver is loaded, and NVRTC where there is a GPU. NCCL stays unknown.
 ///
 /// # Errors
 /// If the machine lacks `wanted`.
@@ -57,14 +59,23 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
         return Err(FactsError::Isa { wanted: isa, host, best });
     }
     let driver = host::nvidia_driver().map_or(Fact::Absent, Fact::Present);
-    let gpu = if driver == Fact::Absent { Fact::Absent } else { Fact::Unknown };
+    let gpu = if driver == Fact::Absent { None } else { gpu_of(world, Devices::probe().devices) };
+    let nvrtc = match &gpu {
+        Some(_) => {
+            Compiler::load(env.nvrtc()).map_or(Fact::Absent, |compiler| Fact::Present(compiler.id().to_string()))
+        }
+        None => Fact::Unknown,
+    };
+    let gpu = gpu.map_or(Fact::Absent, |facts| {
+        Fact::Present(Gpu { name: facts.name, uuid: Some(facts.uuid), compute_capability: facts.compute_capability })
+    });
     let mpi = Fact::Present(World::mpi_version());
     let variables = env.lockstep.iter().chain(&env.libraries).cloned().collect();
     let mut environment = Environment {
         host: Some(host),
         instruction_set: Fact::Present(instruction_set(isa)),
         gpu,
-        libraries: Libraries { mpi, driver, ..Libraries::default() },
+        libraries: Libraries { mpi, driver, nvrtc, ..Libraries::default() },
         // No implementation of this build is opt-in.
         flags: Some(BTreeSet::new()),
         variables,
@@ -91,6 +102,19 @@ fn pretend<'a>(environment: &mut Environment, faults: impl Iterator<Item = &'a A
             _ => {}
         }
     }
+}
+
+/// The GPU that this rank drives, by its place on its host. More ranks than GPUs share them, which selection refuses.
+fn gpu_of(world: &World, mut devices: Vec<DeviceFacts>) -> Option<DeviceFacts> {
+    let at = world.local_rank().checked_rem(devices.len())?;
+    Some(devices.swap_remove(at))
+}
+
+/// The number in this process of the GPU that this rank drives; 0 where it has none.
+#[must_use]
+pub fn gpu_ordinal(world: &World) -> u32 {
+    let devices = if host::nvidia_driver().is_some() { Devices::probe().devices } else { Vec::new() };
+    gpu_of(world, devices).map_or(0, |facts| facts.ordinal)
 }
 
 /// A backend's instruction set as selection knows it.

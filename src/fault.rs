@@ -73,6 +73,8 @@ pub enum Action {
     TacticFails(Option<Tactic>),
     /// The rank takes this tactic, whatever all have chosen.
     TakesTactic(Tactic),
+    /// This rank's kernels are made of other sources.
+    Stale,
 }
 
 /// One fault.
@@ -107,7 +109,7 @@ impl Classify for Injected {
     "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, tune, dispatch, experts, \
      combine, write, publish and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
      host=NAME, library=NAME,VERSION, gpu=CAPABILITY,NAME, tactic_time=N,PERCENT, tactic_fails=N|all, tactic=N, drift, \
-     poison; correct or unset it"
+     poison, stale; correct or unset it"
 )]
 pub struct FaultError {
     text: String,
@@ -189,6 +191,7 @@ fn action(text: &str) -> Option<Action> {
             "hang" => Action::Hang,
             "drift" => Action::Drift,
             "poison" => Action::Poison,
+            "stale" => Action::Stale,
             _ => return None,
         },
     })
@@ -207,6 +210,7 @@ impl Action {
                 | Self::Host(_)
                 | Self::Drift
                 | Self::Poison
+                | Self::Stale
                 | Self::Library(..)
                 | Self::Gpu(..)
                 | Self::TacticTime(..)
@@ -264,6 +268,7 @@ impl Faults {
                 | Action::Host(_)
                 | Action::Drift
                 | Action::Poison
+                | Action::Stale
                 | Action::Library(..)
                 | Action::Gpu(..)
                 | Action::TacticTime(..)

@@ -3,17 +3,21 @@
 //! A backend knows nothing of ranks, routing or files. It is given typed projections, packs them once, and runs batches.
 
 mod checks;
+pub mod cuda;
 pub mod reference;
 pub mod simd;
 
 use std::sync::Arc;
 
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
+use crate::cuda::CudaError;
 use crate::exit::{Classify, Exit};
+use crate::jit::NvrtcError;
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::tactics::Tactic;
 use crate::select::{Identity, Quant};
+pub use cuda::{GpuOptions, Kernels};
 pub use simd::Isa;
 
 /// What a group of experts has in common.
@@ -27,6 +31,8 @@ pub struct ExpertsSpec {
     pub activation: Activation,
     /// Whether FC1's and FC2's inputs go through NVFP4. The weights' own format is each projection's.
     pub quantise_activations: bool,
+    /// One order over K for every number of rows, also where another is faster. Always so on CPUs.
+    pub batch_invariant: bool,
 }
 
 /// Rows to compute, sorted by local expert. Rows name tokens, so that a token's values are held once.
@@ -67,24 +73,21 @@ pub struct ForwardStats {
 pub trait Experts: Send + Sync {
     /// Computes the unweighted FC2 rows `[num_rows, hidden]` into `out`, which it overwrites.
     ///
-    /// The bits of a row depend on its token and expert alone: not on the other rows, their number, or the threads.
+    /// The bits of a row depend on its token and expert alone: not on the other rows, their number, or the threads. GPUs
+    /// promise that where [`ExpertsSpec::batch_invariant`] is set; else the number of rows of the expert counts too.
+    ///
+    /// # Errors
+    /// If a device fails, or the batch's tactic can't run on this rank; `out` is then of no use. Tuning drops such a tactic
+    /// on all ranks.
     ///
     /// # Panics
     /// If the batch or `out` does not fit these experts, which is a bug of the caller.
-    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats;
+    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError>;
 
     /// The names of the tactics that a batch may ask for, by number: the first runs untuned, and more than one are timed
     /// where tuning is on. The same on every rank, whatever experts it holds.
     fn tactics(&self) -> &'static [&'static str] {
         &["untuned"]
-    }
-
-    /// [`Experts::forward`] as tuning times it.
-    ///
-    /// # Errors
-    /// If the batch's tactic can't run on this rank: it is then dropped on all of them.
-    fn try_forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
-        Ok(self.forward(batch, out))
     }
 
     /// Bytes the packed weights occupy.
@@ -103,8 +106,11 @@ pub trait ExpertsBuilder: Send {
     /// If a projection's shape or format is not one that the backend runs.
     fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError>;
 
-    /// The packed experts.
-    fn finish(self: Box<Self>) -> Box<dyn Experts>;
+    /// The packed experts, ready to run.
+    ///
+    /// # Errors
+    /// If their kernels cannot be compiled or loaded.
+    fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError>;
 }
 
 /// A dense projection packed for a backend: router, latent.
@@ -147,18 +153,32 @@ pub fn identity(technique: &'static str, quant: Quant) -> Identity {
 }
 
 /// The techniques of this build.
-pub const TECHNIQUES: &[&str] = &[reference::TECHNIQUE, simd::TECHNIQUE];
+pub const TECHNIQUES: &[&str] = &[reference::TECHNIQUE, simd::TECHNIQUE, cuda::MMA_SYNC, cuda::WGMMA];
 
-/// The backend of a technique, with `num_threads` threads of its own (0: one a core).
-///
-/// `isa` is for `simd`: absent, the machine's best. Bits do not depend on threads or instruction set.
+/// What a backend is given of the machine. Bits do not depend on threads or instruction set.
+#[derive(Debug, Clone, Default)]
+pub struct Machine {
+    /// Threads of the backend's own; 0: one a core.
+    pub num_threads: usize,
+    /// For `simd`; absent: the machine's best.
+    pub isa: Option<Isa>,
+    /// For GPU techniques.
+    pub gpu: GpuOptions,
+}
+
+/// The backend of a technique.
 ///
 /// # Errors
-/// If the technique is none of this build's, the machine lacks `isa`, or threads cannot be started.
-pub fn build(technique: &str, num_threads: usize, isa: Option<Isa>) -> Result<Arc<dyn Backend>, BackendError> {
+/// If the technique is none of this build's, the machine lacks the instruction set or the GPU, or threads cannot be
+/// started.
+pub fn build(technique: &str, machine: &Machine) -> Result<Arc<dyn Backend>, BackendError> {
+    let Machine { num_threads, isa, gpu } = machine;
+    let num_threads = *num_threads;
     match technique {
         reference::TECHNIQUE => Ok(Arc::new(reference::Reference::new(num_threads)?)),
         simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(Isa::detect))?)),
+        cuda::MMA_SYNC => Ok(Arc::new(cuda::Gpu::new(cuda::MMA_SYNC, gpu, num_threads)?)),
+        cuda::WGMMA => Ok(Arc::new(cuda::Gpu::new(cuda::WGMMA, gpu, num_threads)?)),
         _ => Err(BackendError::Technique { technique: technique.to_owned() }),
     }
 }
@@ -207,7 +227,7 @@ pub enum BackendError {
         wanted: usize,
     },
     /// A technique that this build does not have.
-    #[error("`{technique}` is not a technique of this build; it has `reference` and `simd`")]
+    #[error("`{technique}` is not a technique of this build; it has {}", TECHNIQUES.join(", "))]
     Technique {
         /// What was asked for.
         technique: String,
@@ -238,16 +258,84 @@ pub enum BackendError {
         #[source]
         source: std::io::Error,
     },
+    /// The GPU or its driver.
+    #[error(transparent)]
+    Cuda(Box<CudaError>),
+    /// The compiler of kernels.
+    #[error(transparent)]
+    Compile(Box<NvrtcError>),
+    /// A kernel that the session did not get, though it follows from the layer.
+    #[error("{kernel} was not prepared, a bug: what a layer needs and what is packed for it differ")]
+    NotPrepared {
+        /// What is missing.
+        kernel: String,
+    },
+    /// A GPU that a technique has no kernels for.
+    #[error("{technique} has no kernels for compute capability {found} ({name}); choose another backend")]
+    Capability {
+        /// The technique.
+        technique: &'static str,
+        /// The GPU's name.
+        name: String,
+        /// What it has.
+        found: String,
+    },
+    /// A projection that the GPU's image can't hold.
+    #[error("{projection} can't be packed for a GPU")]
+    Pack {
+        /// Which one.
+        projection: &'static str,
+        /// Why.
+        #[source]
+        source: cuda::pack::PackError,
+    },
+    /// An expert in two formats.
+    #[error(
+        "down is stored in another format than gate and up; the GPU kernels want one: run this layer on a CPU backend"
+    )]
+    MixedExpert,
+    /// A kernel that did not do its work.
+    #[error(
+        "{identity} stored {found} rows of {wanted}: the output can't be trusted; report this with the GPU's name and driver"
+    )]
+    Rows {
+        /// What ran.
+        identity: Identity,
+        /// Rows that the device counted.
+        found: u64,
+        /// Rows that it was given.
+        wanted: u64,
+    },
+}
+
+impl From<CudaError> for BackendError {
+    fn from(error: CudaError) -> Self {
+        Self::Cuda(Box::new(error))
+    }
+}
+
+impl From<NvrtcError> for BackendError {
+    fn from(error: NvrtcError) -> Self {
+        Self::Compile(Box::new(error))
+    }
 }
 
 impl Classify for BackendError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Isa { .. } | Self::Threads { .. } | Self::Memory { .. } => Exit::Environment,
+            Self::Isa { .. } | Self::Threads { .. } | Self::Memory { .. } | Self::Capability { .. } => {
+                Exit::Environment
+            }
+            Self::Cuda(error) => error.exit(),
+            Self::Compile(error) => error.exit(),
+            Self::Pack { source, .. } => source.exit(),
+            Self::Rows { .. } => Exit::WrongResult,
+            Self::NotPrepared { .. } => Exit::Bug,
             Self::Shape { .. }
             | Self::InputScale { .. }
             | Self::Width { .. }
             | Self::Bytes { .. }
+            | Self::MixedExpert
             | Self::Technique { .. } => Exit::BadInput,
         }
     }

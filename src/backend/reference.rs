@@ -68,13 +68,13 @@ impl ExpertsBuilder for Group {
         Ok(())
     }
 
-    fn finish(self: Box<Self>) -> Box<dyn Experts> {
-        self
+    fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
+        Ok(self)
     }
 }
 
 impl Experts for Group {
-    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats {
+    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
         checks::batch(&self.spec, self.experts.len(), batch, out);
         let mut stats = ForwardStats::default();
         checks::count_rows(&mut stats, batch, |expert| checks::identity(TECHNIQUE, &self.spec, &self.experts[expert]));
@@ -88,7 +88,7 @@ impl Experts for Group {
                 add_counts(&mut stats.fc2_input, counts);
             }
         }
-        stats
+        Ok(stats)
     }
 
     fn weight_bytes(&self) -> u64 {
@@ -106,7 +106,7 @@ impl Experts for Group {
 impl Group {
     /// `out[row] = down(activation(gate(x[row]), up(x[row])))`
     fn forward_rows(&self, expert: &ExpertTensors, x: &[&[f32]], token_scale: f32, out: &mut [f32]) -> QuantCounts {
-        let ExpertsSpec { hidden, intermediate, activation, quantise_activations } = self.spec;
+        let ExpertsSpec { hidden, intermediate, activation, quantise_activations, .. } = self.spec;
         let num_rows = x.len();
         let gate_scale = token_scale * global_scale(&expert.gate);
         let up_scale = token_scale * global_scale(&expert.up);

@@ -12,7 +12,7 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::backend::{BackendError, Experts, ExpertsSpec, Isa, build};
+use crate::backend::{self, BackendError, Experts, ExpertsSpec, Isa, build};
 use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -191,7 +191,8 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
             return Err(BenchError::Zero { option });
         }
     }
-    let backend = build(&args.backend, args.threads, Some(isa))?;
+    let host = backend::Machine { num_threads: args.threads, isa: Some(isa), ..backend::Machine::default() };
+    let backend = build(&args.backend, &host)?;
     let mut noise = Noise(1);
     let experts = pack(&backend, spec, args.experts, &mut noise)?;
     let machine = Machine::new(args.threads, isa, read_bytes)?;
@@ -247,6 +248,7 @@ fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
         intermediate: width(args.intermediate, widths.map(|widths| widths.1), "--intermediate")?,
         activation: args.geometry.map_or(Activation::Swiglu, BenchGeometry::activation),
         quantise_activations: args.activations == BenchActivations::Quantised,
+        batch_invariant: false,
     })
 }
 

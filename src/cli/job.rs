@@ -7,7 +7,9 @@ use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
 use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
-use crate::layer::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions};
+use crate::layer::{
+    JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions,
+};
 use crate::report::{
     BytesReport, Decided, DecidedLayer, DecidedTactic, LayerOutcome, RankReport, RunReport, StepReport,
 };
@@ -141,6 +143,10 @@ pub struct Job<'a> {
     pub steps: u64,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// The number in this process of this rank's GPU, where it drives one.
+    pub gpu_ordinal: u32,
+    /// Where kernels are kept and what compiles them.
+    pub jit: &'a JitOptions,
     /// What this rank is.
     pub environment: &'a Environment,
     /// Bars on rank 0.
@@ -166,6 +172,8 @@ impl<'a> Job<'a> {
             topk: work.topk.as_deref(),
             steps: 1,
             num_threads: started.num_threads,
+            gpu_ordinal: started.gpu_ordinal,
+            jit: &started.jit,
             environment: &started.environment,
             progress,
         }
@@ -219,6 +227,8 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
             layers: job.layers.clone(),
             deployment: job.deployment.clone(),
             num_threads: job.num_threads,
+            gpu_ordinal: job.gpu_ordinal,
+            jit: job.jit.clone(),
             environment: job.environment.clone(),
             input_is_bf16: share.is_bf16,
             part: job.part,

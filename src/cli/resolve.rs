@@ -24,7 +24,7 @@ use crate::select::environment::EnvironmentError;
 use crate::select::fingerprint::FingerprintError;
 use crate::select::registry::Registry;
 use crate::select::{
-    DeploymentFacts, Digest, Environment, Fingerprint, Problem, SelectError, Selection, decide, resolve,
+    DeploymentFacts, Digest, Environment, Fingerprint, LayerDecision, Problem, SelectError, Selection, decide, resolve,
 };
 
 /// Says which implementation every layer would run, which others could, and why the rest refuse; needs no launcher.
@@ -176,38 +176,50 @@ pub fn resolved(
     deployment: &Deployment,
     registry: &Registry,
 ) -> Result<Resolved, ResolveCommandError> {
-    let (problems, kept_unquantised) = problems(args, deployment)?;
+    let (layers, kept_unquantised) = layers(&args.model, &args.layers, deployment)?;
+    let problems: Vec<Problem> = layers.into_iter().map(|(problem, _)| problem).collect();
     let (facts, environments) = ranks(args, deployment)?;
     let selection = resolve(&problems, &facts, &environments, registry).map_err(SelectError::from)?;
     let fingerprint = selection.fingerprint(&facts, &environments, registry)?;
     Ok(Resolved { digest: fingerprint.digest(), kept_unquantised, selection, fingerprint })
 }
 
-/// What every layer asks of an implementation, and which are kept unquantised against the deployment.
-fn problems(args: &ResolveArgs, deployment: &Deployment) -> Result<(Vec<Problem>, Vec<u32>), ResolveCommandError> {
-    let checkpoint = match Model::open(&args.model)? {
+/// A layer of a model: what it asks of an implementation, and what it is to compute.
+pub(super) type ModelLayer = (Problem, LayerDecision);
+
+/// The layers of a checkpoint or a geometry, and which are kept unquantised against the deployment.
+pub(super) fn layers(
+    model: &str,
+    chosen: &LayerChoice,
+    deployment: &Deployment,
+) -> Result<(Vec<ModelLayer>, Vec<u32>), ResolveCommandError> {
+    let checkpoint = match Model::open(model)? {
         Model::Checkpoint(checkpoint) => checkpoint,
         Model::Geometry(geometry) => {
-            return Ok((vec![of_geometry(&SampleSpec::of(geometry), args, deployment)?], Vec::new()));
+            return Ok((vec![of_geometry(&SampleSpec::of(geometry), chosen, deployment)?], Vec::new()));
         }
     };
-    let layers = match &args.layers {
+    let layers = match chosen {
         LayerChoice::All => None,
         LayerChoice::List(layers) => Some(layers.as_slice()),
     };
     let plans = plan::plan(&checkpoint, &Asked { layers, deployment, input_is_bf16: true, part: Part::Block })?;
     let kept = plans.iter().filter(|plan| plan.decision.kept_unquantised).map(|plan| plan.problem.layer.0).collect();
-    Ok((plans.into_iter().map(|plan| plan.problem).collect(), kept))
+    Ok((plans.into_iter().map(|plan| (plan.problem, plan.decision)).collect(), kept))
 }
 
-fn of_geometry(spec: &SampleSpec, args: &ResolveArgs, deployment: &Deployment) -> Result<Problem, ResolveCommandError> {
+fn of_geometry(
+    spec: &SampleSpec,
+    chosen: &LayerChoice,
+    deployment: &Deployment,
+) -> Result<ModelLayer, ResolveCommandError> {
     let facts = spec.layer_facts();
-    if args.layers != LayerChoice::All && args.layers != LayerChoice::List(vec![facts.layer]) {
+    if *chosen != LayerChoice::All && *chosen != LayerChoice::List(vec![facts.layer]) {
         return Err(ResolveCommandError::GeometryLayers { layer: facts.layer });
     }
     let geometry = spec.model()?.geometry;
     let decision = decide(&facts, &geometry, deployment, true)?;
-    Ok(Problem::new(&facts, &decision, &geometry))
+    Ok((Problem::new(&facts, &decision, &geometry), decision))
 }
 
 /// The world that the environment files describe; without any, the deployment's, of which nothing else is known.

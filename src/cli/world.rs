@@ -13,11 +13,14 @@ use crate::exit::{Classify, Exit, Known};
 use crate::facts::{self, FactsError};
 use crate::fault::{FaultError, Faults, Injected, Stage};
 use crate::ids::Rank;
+use crate::jit::cache;
+use crate::layer::JitOptions;
 use crate::layer::agreement::{Topic, agree_on};
 use crate::select::fingerprint::{FingerprintError, StartBuilder};
 use crate::select::{Environment, Fingerprint, RankSet};
 use crate::world::{Ending, Phase, Refusal, World, WorldError, abort_job, end_well};
 
+use super::doctor::cache_dir;
 use super::failure::Failure;
 use super::logging::{self, LogError};
 use super::options::CommonArgs;
@@ -92,6 +95,10 @@ pub struct Started {
     pub effective: Effective,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// The number in this process of this rank's GPU, where it drives one.
+    pub gpu_ordinal: u32,
+    /// Where kernels are kept and what compiles them.
+    pub jit: JitOptions,
     /// What this rank is.
     pub environment: Environment,
 }
@@ -141,11 +148,17 @@ pub fn prepare_to_end(env: &EnvVars) -> Result<(), StartError> {
     let size = env.launched_size().and_then(|(_, size)| usize::try_from(size).ok());
     end_well(Ending {
         speak: |message| output::note(message),
-        clean_up: checkpoint::remove_unfinished,
+        clean_up: remove_unfinished,
         launched: env.launched_rank().map(Rank).zip(size),
         launcher_speaks: env.launcher_speaks(),
     })
     .map_err(|source| StartError::Signals { source })
+}
+
+/// Removes what is half-written, for a process that ends at once.
+fn remove_unfinished() {
+    checkpoint::remove_unfinished();
+    cache::remove_unfinished();
 }
 
 /// Says on one rank that the command line is wrong, and ends all of them.
@@ -202,7 +215,10 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
-    Ok(Some(Started { effective, num_threads, environment }))
+    let gpu_ordinal = facts::gpu_ordinal(world);
+    let cache_dir = cache_dir(&effective, env).map(Into::into);
+    let jit = JitOptions { cache_dir, nvrtc: env.nvrtc().map(str::to_owned) };
+    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, environment }))
 }
 
 /// Compared before anything is decided from it.

@@ -28,6 +28,8 @@ pub(super) struct Loader<'a> {
     pub backend: &'a dyn Backend,
     pub placement: Placement,
     pub rank: Rank,
+    /// A row's bits may not depend on the number of rows.
+    pub batch_invariant: bool,
     /// Told of every expert that is packed.
     pub progress: &'a dyn Fn(),
 }
@@ -63,6 +65,7 @@ impl Loader<'_> {
             intermediate: geometry.intermediate,
             activation: decision.activation,
             quantise_activations: decision.quantise_activations,
+            batch_invariant: self.batch_invariant,
         };
         let mut builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
         let mut largest = 0f32;
@@ -76,7 +79,7 @@ impl Loader<'_> {
         if let Some(warning) = scales.warning() {
             tracing::warn!("{}: {warning}", manifest.layer);
         }
-        Ok((builder.finish(), largest))
+        Ok((self.prepare(manifest, builder.finish())?, largest))
     }
 
     fn router(&self, manifest: &LayerManifest) -> Result<Router, LayerError> {
@@ -115,10 +118,12 @@ impl Loader<'_> {
             intermediate: tensors.gate.out_features,
             activation: decision.activation,
             quantise_activations,
+            batch_invariant: self.batch_invariant,
         };
         let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
         self.prepare(manifest, builder.push(&tensors))?;
-        Ok(Some(Shared { experts: builder.finish(), input_scale, scales: global_scales(&tensors) }))
+        let experts = self.prepare(manifest, builder.finish())?;
+        Ok(Some(Shared { experts, input_scale, scales: global_scales(&tensors) }))
     }
 
     fn prepare<T>(&self, manifest: &LayerManifest, result: Result<T, BackendError>) -> Result<T, LayerError> {

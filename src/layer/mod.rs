@@ -1,6 +1,7 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
 pub mod agreement;
+mod kernels;
 mod load;
 mod parts;
 pub mod plan;
@@ -20,6 +21,7 @@ use crate::dispatch::plan::{ComputePlan, Slots};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::{Action, Injected, Stage};
 use crate::ids::LayerIdx;
+use crate::jit::JitError;
 use crate::model::MoeGeometry;
 use crate::numerics::nvfp4;
 use crate::routing::{RoutingError, TopK};
@@ -29,7 +31,7 @@ use crate::world::{Refusal, World, WorldError};
 
 pub use parts::Part;
 pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
-pub use session::{Session, SessionOptions};
+pub use session::{JitOptions, Session, SessionOptions};
 pub use stats::{LayerStats, PhaseTimes};
 
 use parts::{Latent, Router, Shared};
@@ -63,6 +65,9 @@ pub enum LayerError {
     /// A backend can't be built here.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// Kernels.
+    #[error(transparent)]
+    Jit(Box<JitError>),
     /// A fault on purpose.
     #[error(transparent)]
     Fault(#[from] Injected),
@@ -87,6 +92,12 @@ pub enum LayerError {
     },
 }
 
+impl From<JitError> for LayerError {
+    fn from(error: JitError) -> Self {
+        Self::Jit(Box::new(error))
+    }
+}
+
 impl Classify for LayerError {
     fn exit(&self) -> Exit {
         match self {
@@ -98,6 +109,7 @@ impl Classify for LayerError {
             Self::Capacity(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
+            Self::Jit(error) => error.exit(),
             Self::Refused(error) => error.exit(),
             Self::Prepare { .. } | Self::NoSuchLayer { .. } => Exit::BadInput,
         }
@@ -106,6 +118,7 @@ impl Classify for LayerError {
     fn known(&self) -> Known {
         match self {
             Self::Refused(error) => error.known(),
+            Self::Jit(error) => error.known(),
             _ => Known::Here,
         }
     }
@@ -184,7 +197,8 @@ impl MoeLayer {
     /// `input.topk` must be valid ([`TopK::validate`]) and every rank must pass the same part and step.
     ///
     /// # Errors
-    /// If ranks are at different steps or bring more tokens than declared: on all ranks alike.
+    /// If ranks are at different steps or bring more tokens than declared: on all ranks alike. If a device fails, on its
+    /// rank, which then has to end the job.
     pub fn forward(
         &self,
         world: &World,
@@ -193,7 +207,7 @@ impl MoeLayer {
     ) -> Result<LayerOutput, LayerError> {
         let mut stats = LayerStats::new(self.transport.placement.local_experts(world.rank()).len());
         if input.part == Part::Shared {
-            let values = self.shared_rows(input.hidden, &mut stats);
+            let values = self.shared_rows(input.hidden, &mut stats)?;
             return Ok(LayerOutput { values, width: self.geometry.hidden, topk: None, stats });
         }
         let topk = match input.topk {
@@ -210,7 +224,7 @@ impl MoeLayer {
             routed = stats.times.latent(|| latent.up(routed));
         }
         if self.shared.is_some() {
-            let shared = self.shared_rows(input.hidden, &mut stats);
+            let shared = self.shared_rows(input.hidden, &mut stats)?;
             routed.iter_mut().zip(&shared).for_each(|(sum, value)| *sum += value);
         }
         Ok(LayerOutput { values: routed, width: self.geometry.hidden, topk: Some(topk), stats })
@@ -248,7 +262,7 @@ impl MoeLayer {
             world.fault(Stage::Experts)?;
             let poison = world.has_fault(Stage::Experts, &Action::Poison);
             let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, (tactic, poison)));
-            let (rows, forward, fc1_input) = rows;
+            let (rows, forward, fc1_input) = rows?;
             stats.count_forward(forward, fc1_input);
             world.fault(Stage::Combine)?;
             stats.times.combine(|| {
@@ -264,7 +278,7 @@ impl MoeLayer {
         tokens: &mut [f32],
         plan: &ComputePlan,
         (tactic, poison): (Tactic, bool),
-    ) -> (Vec<f32>, ForwardStats, nvfp4::QuantCounts) {
+    ) -> Result<(Vec<f32>, ForwardStats, nvfp4::QuantCounts), BackendError> {
         let hidden = self.geometry.expert_hidden;
         let mut fc1_input = nvfp4::QuantCounts::default();
         let travelled_quantised = matches!(self.transport.payload, PayloadForm::Nvfp4 { .. });
@@ -283,14 +297,14 @@ impl MoeLayer {
         // A poisoned buffer shows whether every value is written: all bits set is a NaN.
         let stale = if poison { f32::from_bits(u32::MAX) } else { 0.0 };
         let mut rows = vec![stale; plan.num_rows() * hidden];
-        let stats = self.experts.forward(&batch, &mut rows);
-        (rows, stats, fc1_input)
+        let stats = self.experts.forward(&batch, &mut rows)?;
+        Ok((rows, stats, fc1_input))
     }
 
-    fn shared_rows(&self, hidden: &[f32], stats: &mut LayerStats) -> Vec<f32> {
-        let Some(shared) = &self.shared else { return vec![0.0; hidden.len()] };
-        let (rows, forward, fc1_input) = stats.times.shared(|| shared.forward(hidden, self.geometry.hidden));
+    fn shared_rows(&self, hidden: &[f32], stats: &mut LayerStats) -> Result<Vec<f32>, LayerError> {
+        let Some(shared) = &self.shared else { return Ok(vec![0.0; hidden.len()]) };
+        let (rows, forward, fc1_input) = stats.times.shared(|| shared.forward(hidden, self.geometry.hidden))?;
         stats.count_shared(&forward, fc1_input);
-        rows
+        Ok(rows)
     }
 }

@@ -1,6 +1,6 @@
 //! The parts of a layer that run on a token's own rank, with weights that every rank holds.
 
-use crate::backend::{ExpertBatch, Experts, ForwardStats, Linear};
+use crate::backend::{BackendError, ExpertBatch, Experts, ForwardStats, Linear};
 use crate::numerics::nvfp4::{self, QuantCounts};
 use crate::routing::{self, RoutingError, RoutingMethod, TopK};
 use crate::select::tactics::Tactic;
@@ -106,7 +106,10 @@ pub(super) struct Shared {
 
 impl Shared {
     /// `[num_tokens, hidden]` through the shared expert.
-    pub fn forward(&self, hidden: &[f32], width: usize) -> (Vec<f32>, ForwardStats, QuantCounts) {
+    ///
+    /// # Errors
+    /// If a device fails.
+    pub fn forward(&self, hidden: &[f32], width: usize) -> Result<(Vec<f32>, ForwardStats, QuantCounts), BackendError> {
         let num_tokens = hidden.len() / width;
         let row_token: Vec<u32> = (0..u32::try_from(num_tokens).unwrap_or(u32::MAX)).collect();
         let mut rows = vec![0f32; hidden.len()];
@@ -124,8 +127,8 @@ impl Shared {
             // Its rows are this rank's own tokens: their number is no ground for a choice that all ranks share.
             tactic: Tactic::UNTUNED,
         };
-        let stats = self.experts.forward(&batch, &mut rows);
-        (rows, stats, counts)
+        let stats = self.experts.forward(&batch, &mut rows)?;
+        Ok((rows, stats, counts))
     }
 }
 

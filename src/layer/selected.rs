@@ -3,6 +3,7 @@
 use crate::config::Deployment;
 use crate::dispatch::travel::{combine_mode, payload_form, row_form};
 use crate::facts::{self, BUILD};
+use crate::jit::Prepared;
 use crate::select::fingerprint::{BuildFacts, SessionBuilder};
 use crate::select::registry::Registry;
 use crate::select::{
@@ -96,6 +97,11 @@ impl Selected {
             warn_of_harmless_differences(&environments);
         }
         Ok(Self { selection, fingerprint, fields })
+    }
+
+    /// Puts the keys of kernels into what all ranks compare.
+    pub fn add_artefacts(&mut self, prepared: &Prepared) {
+        prepared.add_to(&mut self.fields);
     }
 
     /// What runs a layer.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{self, Backend, BackendError, Isa};
+use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Kernels, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
@@ -20,6 +20,7 @@ use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
+use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
 use super::selected::{self, Selected};
@@ -36,6 +37,10 @@ pub struct SessionOptions<'a> {
     pub deployment: Deployment,
     /// Threads of this rank.
     pub num_threads: usize,
+    /// The number in this process of the GPU that this rank drives, where it drives one.
+    pub gpu_ordinal: u32,
+    /// Where kernels are kept and what compiles them.
+    pub jit: JitOptions,
     /// What this rank is, from which all ranks select.
     pub environment: Environment,
     /// The hidden states are bf16 values.
@@ -53,6 +58,15 @@ impl SessionOptions<'_> {
         let Self { layers, deployment, input_is_bf16, part, .. } = self;
         Asked { layers: layers.as_deref(), deployment, input_is_bf16: *input_is_bf16, part: *part }
     }
+}
+
+/// Where kernels are kept and what compiles them.
+#[derive(Debug, Clone, Default)]
+pub struct JitOptions {
+    /// The cache of all ranks; absent: none can be found, and kernels are kept for this run alone.
+    pub cache_dir: Option<PathBuf>,
+    /// NVRTC, or the directory that it lies in; absent: where the loader finds it.
+    pub nvrtc: Option<String>,
 }
 
 /// Layers ready to run on this rank. Every rank holds one, made by the same collective calls.
@@ -84,14 +98,15 @@ impl Session {
         let plans = world.agree(plan::plan(&checkpoint, &options.asked()))?;
         report_warnings(world, &checkpoint, &plans);
         let geometry = checkpoint.model().geometry.clone();
-        let selected = Selected::agree(world, options, &geometry, &plans)?;
+        let mut selected = Selected::agree(world, options, &geometry, &plans)?;
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
-        let backends = world.agree(build_backends(world, &selected, options.num_threads))?;
+        let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
+        let backends = world.agree(build_backends(world, &selected, options, kernels))?;
         world.enter(load);
         let mut layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
         let loaded = selected.agree_on_loaded(world, &layers)?;
@@ -217,11 +232,19 @@ fn plan_buffers(
 /// The backends that the selection names, by technique.
 type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
 
-fn build_backends(world: &World, selected: &Selected, num_threads: usize) -> Result<Backends, LayerError> {
+fn build_backends(
+    world: &World,
+    selected: &Selected,
+    options: &SessionOptions<'_>,
+    kernels: Kernels,
+) -> Result<Backends, LayerError> {
+    let gpu = GpuOptions { ordinal: options.gpu_ordinal, kernels };
+    let num_threads = options.num_threads;
     world.fault(Stage::Compile)?;
     let build = |technique| {
         let isa = selected::isa(&selected.selection, technique);
-        let backend = backend::build(technique, num_threads, Some(isa))?;
+        let machine = Machine { num_threads, isa: Some(isa), gpu: gpu.clone() };
+        let backend = backend::build(technique, &machine)?;
         if world.is_root() {
             tracing::info!(technique, %isa, threads = num_threads, "backend");
         }
@@ -253,7 +276,9 @@ fn load_layers(
         let technique = layer_selection.winner.identity.technique;
         let backend = backends.iter().find(|(known, _)| *known == technique).map(|(_, backend)| &**backend);
         let backend = backend.ok_or_else(|| BackendError::Technique { technique: technique.to_owned() })?;
-        let loader = Loader { checkpoint, backend, placement, rank: world.rank(), progress: &progress };
+        let batch_invariant = options.deployment.moe.batch_invariant;
+        let rank = world.rank();
+        let loader = Loader { checkpoint, backend, placement, rank, batch_invariant, progress: &progress };
         Ok((loader.load(&found.manifest, &plan.decision)?, layer_selection.clone()))
     };
     let mut layers = Vec::new();

@@ -3,7 +3,7 @@
 mod table;
 mod tactics;
 
-pub use table::{new_table, time};
+pub use table::{bytes, new_table, time};
 pub use tactics::DecidedTactic;
 
 use tactics::check_tactics;

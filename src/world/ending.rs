@@ -1,5 +1,6 @@
 //! Ends that are not agreed on: a panic, a limit that passed, a signal. The whole job goes, with one cause.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -129,8 +130,19 @@ impl World {
         }
         self.roll.announce(&self.comm, Notice::Speaks);
         let phase = self.phase.get();
-        last_words(&too_late(phase, operation, self.watch.doing().as_deref(), (&waiting, &missing)));
+        last_words(&too_late(phase, operation, self.doing(&missing).as_deref(), (&waiting, &missing)));
         abort_job(Exit::PeerFailed)
+    }
+
+    /// What ranks that are waited for are known to do.
+    fn doing(&self, missing: &[Rank]) -> Option<String> {
+        let work = self.work.borrow();
+        let of_rank = |rank: &Rank| work.iter().find(|(busy, _)| busy == rank).map(|(_, work)| work.as_str());
+        let known: Option<BTreeSet<&str>> = missing.iter().map(of_rank).collect();
+        match known {
+            Some(known) if !known.is_empty() => Some(known.into_iter().collect::<Vec<_>>().join(", ")),
+            _ => self.watch.doing(),
+        }
     }
 
     /// A line about a wait that takes long, for whoever watches.
@@ -142,7 +154,7 @@ impl World {
         let Phase { name, limit, key } = self.phase.get();
         tracing::info!(
             "{}; {} has waited for {} s, at most {} s ({key})",
-            absent(name, operation, self.watch.doing().as_deref(), &missing),
+            absent(name, operation, self.doing(&missing).as_deref(), &missing),
             self.rank,
             waited.as_secs(),
             limit.as_secs(),

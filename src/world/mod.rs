@@ -112,6 +112,8 @@ pub struct World {
     traffic: Cell<Traffic>,
     roll: Roll,
     watch: Watch,
+    /// What ranks are known to do while the others wait.
+    work: RefCell<Vec<(Rank, String)>>,
     faults: Faults,
 }
 
@@ -165,6 +167,7 @@ impl World {
             traffic: Cell::default(),
             roll: Roll::new(size),
             watch: Watch::new(rank, phase),
+            work: RefCell::default(),
             faults,
         };
         world.apply_settings();
@@ -240,6 +243,12 @@ impl World {
     /// names it. Every rank has to do the same at this point.
     pub fn begin(&self, doing: impl Into<String>) {
         self.watch.begin(doing.into());
+    }
+
+    /// Says what some ranks do next while the others wait for them, such as `compiling X`: should the limit pass, the message
+    /// names it. Holds until it is said anew.
+    pub fn expect_work(&self, work: Vec<(Rank, String)>) {
+        self.work.replace(work);
     }
 
     /// What faults change rather than break: the host's name, the size of a piece of an exchange.

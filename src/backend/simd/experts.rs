@@ -54,8 +54,8 @@ impl ExpertsBuilder for Builder {
         Ok(())
     }
 
-    fn finish(self: Box<Self>) -> Box<dyn Experts> {
-        Box::new(self.group)
+    fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
+        Ok(Box::new(self.group))
     }
 }
 
@@ -67,7 +67,7 @@ struct Group {
 }
 
 impl Experts for Group {
-    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> ForwardStats {
+    fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
         checks::batch(&self.spec, self.experts.len(), batch, out);
         let (cut, name) = (CUTS[batch.tactic.index()], plan::NAMES[batch.tactic.index()]);
         let mut stats = ForwardStats { tactic: Some(name), ..ForwardStats::default() };
@@ -89,7 +89,7 @@ impl Experts for Group {
                 }
             });
         });
-        stats
+        Ok(stats)
     }
 
     fn tactics(&self) -> &'static [&'static str] {

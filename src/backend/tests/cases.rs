@@ -75,7 +75,7 @@ impl Sparse {
 }
 
 fn spec(hidden: usize, quantise_activations: bool) -> ExpertsSpec {
-    ExpertsSpec { hidden, intermediate: 128, activation: SITU, quantise_activations }
+    ExpertsSpec { hidden, intermediate: 128, activation: SITU, quantise_activations, batch_invariant: true }
 }
 
 /// One row an expert, a token of zeros but for `value` at `h0`.

@@ -6,13 +6,14 @@ mod agreement;
 mod bits;
 mod cases;
 mod fixtures;
+mod gpu;
 mod mutations;
 mod oracle;
 mod refusals;
 
 use std::sync::Arc;
 
-use super::{Backend, ExpertBatch, Experts, ExpertsSpec, ForwardStats, Isa};
+use super::{Backend, ExpertBatch, Experts, ExpertsSpec, ForwardStats, Isa, Machine};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
 use crate::numerics::activation::Activation;
 use crate::select::tactics::Tactic;
@@ -141,7 +142,7 @@ impl Case {
         for expert in &self.experts {
             builder.push(expert).unwrap();
         }
-        builder.finish()
+        builder.finish().unwrap()
     }
 
     pub(super) fn batch(&self) -> ExpertBatch<'_> {
@@ -157,17 +158,17 @@ impl Case {
     /// The rows, and what was counted; the buffer starts as NaN, so that a row left out is seen.
     pub(super) fn run(&self, backend: &Arc<dyn Backend>) -> (Vec<f32>, ForwardStats) {
         let mut out = vec![f32::NAN; self.row_token.len() * self.spec.hidden];
-        let stats = self.pack(backend).forward(&self.batch(), &mut out);
+        let stats = self.pack(backend).forward(&self.batch(), &mut out).unwrap();
         (out, stats)
     }
 }
 
 pub(super) fn reference() -> Arc<dyn Backend> {
-    super::build("reference", 2, None).unwrap()
+    super::build("reference", &Machine { num_threads: 2, ..Machine::default() }).unwrap()
 }
 
 pub(super) fn simd(num_threads: usize, isa: Isa) -> Arc<dyn Backend> {
-    super::build("simd", num_threads, Some(isa)).unwrap()
+    super::build("simd", &Machine { num_threads, isa: Some(isa), ..Machine::default() }).unwrap()
 }
 
 /// Fails at the first element whose bits differ, naming row and column.

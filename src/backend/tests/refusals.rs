@@ -2,11 +2,11 @@
 
 use super::super::{BackendError, ExpertsSpec};
 use super::{Format, ProjectionData, Rng, SITU, expert, owned, projection, reference, simd};
-use crate::backend::{Isa, build};
+use crate::backend::{Isa, Machine, build};
 use crate::exit::{Classify, Exit};
 
 fn spec(hidden: usize, intermediate: usize, quantise_activations: bool) -> ExpertsSpec {
-    ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations }
+    ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: true }
 }
 
 fn assert_refused(result: Result<(), BackendError>, message: &str) {
@@ -62,8 +62,8 @@ fn quantised_activations_without_an_input_scale_are_refused() {
 
 #[test]
 fn unknown_techniques_are_refused() {
-    let message = "`cutlas` is not a technique of this build; it has `reference` and `simd`";
-    assert_refused(build("cutlas", 1, None).map(drop), message);
+    let message = "`cutlas` is not a technique of this build; it has reference, simd, mma_sync, wgmma";
+    assert_refused(build("cutlas", &Machine::default()).map(drop), message);
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn packed_weights_take_the_bytes_of_the_raw_ones() {
     for backend in [reference(), simd(1, Isa::detect())] {
         let mut builder = backend.experts(spec, 1).unwrap();
         builder.push(&expert).unwrap();
-        let experts = builder.finish();
+        let experts = builder.finish().unwrap();
         assert_eq!(experts.weight_bytes(), raw, "{}", backend.technique());
         let bound = experts.workspace_bytes(1024);
         assert!(experts.workspace_bytes(1) < bound);

@@ -19,7 +19,7 @@ use crate::exit::Exit;
 use crate::facts::{self, BUILD};
 use crate::ids::LayerIdx;
 use crate::layer::agreement::{agree_on, compare_trails};
-use crate::layer::{Asks, Jointly, PLAN, Part, SESSION, SessionOptions, must_match, select_jointly};
+use crate::layer::{Asks, JitOptions, Jointly, PLAN, Part, SESSION, SessionOptions, must_match, select_jointly};
 use crate::model::{ModelError, MoeGeometry};
 use crate::report::{new_table, time};
 use crate::sample::{Geometry, SampleSpec};
@@ -97,6 +97,8 @@ impl Questions {
             layers: None,
             deployment: self.deployment.clone(),
             num_threads: 1,
+            gpu_ordinal: 0,
+            jit: JitOptions::default(),
             environment: environment.clone(),
             input_is_bf16: true,
             part: Part::Block,

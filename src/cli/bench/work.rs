@@ -73,7 +73,7 @@ pub(super) fn pack(
             down: noise.projection(spec.hidden, spec.intermediate),
         })?;
     }
-    Ok(builder.finish())
+    builder.finish()
 }
 
 /// The batch of one line: every expert computes the same tokens.
@@ -133,6 +133,9 @@ impl Work {
     }
 
     /// Runs once; returns the identity that ran.
+    ///
+    /// # Errors
+    /// If a device fails.
     pub(super) fn run(&mut self, experts: &dyn Experts) -> Result<String, BackendError> {
         self.run_with(experts, self.tactic)
     }
@@ -145,7 +148,7 @@ impl Work {
             expert_offsets: &self.expert_offsets,
             tactic,
         };
-        let stats = experts.try_forward(&batch, &mut self.out)?;
+        let stats = experts.forward(&batch, &mut self.out)?;
         Ok(stats.rows_by_identity.first().map_or_else(String::new, |(identity, _)| identity.to_string()))
     }
 }

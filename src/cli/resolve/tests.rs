@@ -15,6 +15,12 @@ use crate::select::tests::worlds::registry as with_gpus;
 use crate::world::Group;
 use crate::world::simulated::SimulatedWorld;
 
+/// What the layers of a cluster's model ask.
+fn problems(args: &ResolveArgs, deployment: &Deployment) -> Vec<Problem> {
+    let (layers, _) = layers(&args.model, &args.layers, deployment).expect("planned");
+    layers.into_iter().map(|(problem, _)| problem).collect()
+}
+
 fn args(model: &str) -> ResolveArgs {
     ResolveArgs {
         model: model.to_owned(),
@@ -44,9 +50,11 @@ fn a_geometry_asks_for_what_its_sample_asks_for() {
         spec.fit_groups();
         let dir = tempfile::tempdir().expect("a directory");
         spec.clone().plan().expect("a plan").write(dir.path(), &|_| {}).expect("written");
-        let of_dir = problems(&args(&dir.path().display().to_string()), &Deployment::default()).expect("planned").0;
-        let of_spec = of_geometry(&spec, &args(""), &Deployment::default()).expect("planned");
-        assert_eq!(of_dir, [of_spec], "{}", geometry.name());
+        let dir = dir.path().display().to_string();
+        let of_dir = layers(&dir, &LayerChoice::All, &Deployment::default()).expect("planned").0;
+        let of_spec = of_geometry(&spec, &LayerChoice::All, &Deployment::default()).expect("planned");
+        assert_eq!(of_dir[0].0, of_spec.0, "{}", geometry.name());
+        assert_eq!(of_dir.len(), 1, "{}", geometry.name());
     }
 }
 
@@ -149,7 +157,7 @@ fn simulated_ranks_of_each_cluster_select_what_the_laptop_prints() {
     for cluster in &CLUSTERS {
         let (registry, deployment) = (with_gpus(), cluster.deployment());
         let printed = cluster.resolved(&registry).unwrap_or_else(|error| panic!("{}: {error}", cluster.deployment));
-        let (problems, _) = problems(&cluster.args(), &deployment).expect("planned");
+        let problems = problems(&cluster.args(), &deployment);
         let (_, described) = ranks(&cluster.args(), &deployment).expect("described");
         let collected = |rank: Rank| {
             let mut environment = described[rank.index()].clone();
@@ -186,7 +194,7 @@ fn a_rank_that_is_not_as_described_is_seen() {
     let cluster = &CLUSTERS[4];
     let (registry, deployment) = (with_gpus(), cluster.deployment());
     let printed = cluster.resolved(&registry).expect("resolves");
-    let (problems, _) = problems(&cluster.args(), &deployment).expect("planned");
+    let problems = problems(&cluster.args(), &deployment);
     let (_, described) = ranks(&cluster.args(), &deployment).expect("described");
     let world = SimulatedWorld { ranks_per_host: 4, ..SimulatedWorld::new(16) };
     let selected = world.run(|ranks| {

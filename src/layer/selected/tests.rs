@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
-use crate::backend::{self, Isa};
+use crate::backend::{self, Machine};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Activations, Combine, CombineDtype, Payload};
 use crate::dispatch::combine::CombineMode;
@@ -11,9 +11,9 @@ use crate::dispatch::host::HostTransport;
 use crate::dispatch::placement::Placement;
 use crate::exit::{Classify, Known};
 use crate::ids::Rank;
-use crate::layer::Part;
 use crate::layer::load::Loader;
 use crate::layer::plan::{self, Asked};
+use crate::layer::{JitOptions, Part};
 use crate::numerics::activation::Activation;
 use crate::routing::RoutingMethod;
 use crate::sample::{Geometry, SampleSpec};
@@ -72,6 +72,8 @@ impl Made {
             layers: None,
             deployment: deployment.clone(),
             num_threads: 1,
+            gpu_ordinal: 0,
+            jit: JitOptions::default(),
             environment: environments[0].clone(),
             input_is_bf16,
             part,
@@ -98,9 +100,10 @@ fn load(
     plan: &LayerPlan,
     selection: &Selection,
 ) -> MoeLayer {
-    let backend = backend::build("reference", 1, Some(Isa::Scalar)).expect("the reference runs anywhere");
+    let backend = backend::build("reference", &Machine::default()).expect("the reference runs anywhere");
     let placement = Placement::new(geometry.num_experts, num_ranks);
-    let loader = Loader { checkpoint, backend: &*backend, placement, rank: Rank(0), progress: &|| {} };
+    let loader =
+        Loader { checkpoint, backend: &*backend, placement, rank: Rank(0), batch_invariant: false, progress: &|| {} };
     let decision: LayerDecision = plan.decision;
     let loaded = loader.load(&plan.manifest, &decision).expect("loads");
     MoeLayer {

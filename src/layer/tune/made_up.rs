@@ -45,7 +45,7 @@ impl MadeUp {
             expert_offsets: &self.expert_offsets,
             tactic,
         };
-        experts.try_forward(&batch, &mut self.out).map(drop)
+        experts.forward(&batch, &mut self.out).map(drop)
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::descriptor::{Descriptor, Limits, Target, Width};
-use super::super::environment::InstructionSet;
+use super::super::descriptor::{CapabilityRange, Descriptor, Limits, Target, Width};
+use super::super::environment::{ComputeCapability, InstructionSet, Library};
 use super::super::identity::{Identity, Quant};
 use super::super::problem::{ActivationForm, RoutingKind};
 use super::{Registry, TransportDescriptor};
@@ -17,7 +17,7 @@ impl Registry {
     /// If the table contradicts itself, which a test rules out.
     #[must_use]
     pub fn builtin() -> Self {
-        Self::of_techniques(&["simd", "reference"])
+        Self::of_techniques(&["simd", "reference", "wgmma", "mma_sync"])
     }
 
     /// Those of this build's implementations that are of `techniques`.
@@ -28,26 +28,56 @@ impl Registry {
     pub fn of_techniques(techniques: &[&str]) -> Self {
         let simd = Quant::ALL.map(|quant| cpu("simd", quant, &InstructionSet::ALL));
         let reference = Quant::ALL.map(|quant| cpu("reference", quant, &[InstructionSet::Scalar]));
+        let wgmma = Quant::ALL.map(|quant| gpu("wgmma", quant, &[CapabilityRange::only(9, 0)]));
+        let mma_sync = Quant::ALL.map(|quant| gpu("mma_sync", quant, &SINCE_AMPERE));
         let host =
             TransportDescriptor { transport: Transport::Host, libraries: BTreeMap::new(), reads_node_layout: false };
         let wanted = |descriptor: &Descriptor| techniques.contains(&descriptor.identity.technique);
-        match Self::new(simd.into_iter().chain(reference).filter(wanted).collect(), vec![host]) {
+        match Self::new(
+            simd.into_iter().chain(reference).chain(wgmma).chain(mma_sync).filter(wanted).collect(),
+            vec![host],
+        ) {
             Ok(registry) => registry,
             Err(error) => unreachable!("the table of implementations contradicts itself: {error}"),
         }
     }
 }
 
-/// A CPU technique: both are plain loops over rows, so that shapes matter only as far as NVFP4's blocks go.
+/// What machine code is made for; 8.x runs that of 8.0.
+const SINCE_AMPERE: [CapabilityRange; 5] = [
+    CapabilityRange { first: ComputeCapability::new(8, 0), last: Some(ComputeCapability::new(8, 9)) },
+    CapabilityRange::only(9, 0),
+    CapabilityRange::only(10, 0),
+    CapabilityRange::only(10, 3),
+    CapabilityRange::only(12, 0),
+];
+
+/// A CPU technique.
 fn cpu(technique: &'static str, quant: Quant, instruction_sets: &[InstructionSet]) -> Descriptor {
+    let target = Target::Cpu { instruction_sets: instruction_sets.iter().copied().collect() };
+    grouped_gemm(technique, quant, (target, BTreeMap::new()))
+}
+
+/// A GPU technique. Its kernels are compiled on the spot; an older compiler does not know all of their architectures.
+fn gpu(technique: &'static str, quant: Quant, compute_capabilities: &[CapabilityRange]) -> Descriptor {
+    let target = Target::Gpu { compute_capabilities: compute_capabilities.to_vec() };
+    grouped_gemm(technique, quant, (target, BTreeMap::from([(Library::Driver, None), (Library::Nvrtc, Some("13.0"))])))
+}
+
+/// All techniques compute rows alike, so that shapes matter only as far as NVFP4's blocks go.
+fn grouped_gemm(
+    technique: &'static str,
+    quant: Quant,
+    (target, libraries): (Target, BTreeMap<Library, Option<&'static str>>),
+) -> Descriptor {
     let payloads = match quant {
         Quant::Nvfp4 => vec![Payload::F32, Payload::Bf16, Payload::Nvfp4],
         Quant::W4a16Nvfp4 | Quant::None => vec![Payload::F32, Payload::Bf16],
     };
     Descriptor {
         identity: Identity::grouped_gemm(technique, quant),
-        target: Target::Cpu { instruction_sets: instruction_sets.iter().copied().collect() },
-        libraries: BTreeMap::new(),
+        target,
+        libraries,
         opt_in: None,
         deprecated: None,
         activations: BTreeSet::from([

@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_build_has_two_techniques_of_three_contracts() {
+    fn the_build_has_four_techniques_of_three_contracts() {
         let identities: Vec<String> = Registry::builtin().identities().map(|identity| identity.to_string()).collect();
         assert_eq!(
             identities,
@@ -209,9 +209,15 @@ mod tests {
                 "lockstep.reference.grouped_gemm.nvfp4",
                 "lockstep.reference.grouped_gemm.w4a16_nvfp4",
                 "lockstep.reference.grouped_gemm.none",
+                "lockstep.wgmma.grouped_gemm.nvfp4",
+                "lockstep.wgmma.grouped_gemm.w4a16_nvfp4",
+                "lockstep.wgmma.grouped_gemm.none",
+                "lockstep.mma_sync.grouped_gemm.nvfp4",
+                "lockstep.mma_sync.grouped_gemm.w4a16_nvfp4",
+                "lockstep.mma_sync.grouped_gemm.none",
             ]
         );
-        assert_eq!(Registry::builtin().families(), ["auto", "cpu", "simd", "reference"]);
+        assert_eq!(Registry::builtin().families(), ["auto", "cpu", "simd", "reference", "wgmma", "mma_sync"]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::super::environment::Fact;
 use super::super::fingerprint::diff;
 use super::super::*;
-use super::worlds::{deployment, gb300, h200, host, k3, qwen3, registry};
+use super::worlds::{deployment, gb300, h200, host, hosts, k3, qwen3, registry};
 use crate::config::{self, Activations, Device};
 use crate::exit::{Classify, Exit};
 use crate::ids::{LayerIdx, Rank};
@@ -20,7 +20,7 @@ fn case_b4_topk_and_experts_are_checked_before_any_work() {
     let (deployment, ranks) = cpu(1);
     for (num_experts, num_topk) in [(4, 0), (4, 5), (0, 0)] {
         let problem = Problem { num_experts, num_topk, ..qwen3(7) };
-        let error = resolve(&[problem], &deployment, &ranks, &Registry::builtin()).unwrap_err();
+        let error = resolve(&[problem], &deployment, &ranks, &hosts()).unwrap_err();
         assert_eq!(error.exit(), Exit::BadInput);
         let wanted = format!("layer 7: top-k is {num_topk} of {num_experts} experts");
         assert!(error.to_string().starts_with(&wanted), "{error}");
@@ -29,7 +29,7 @@ fn case_b4_topk_and_experts_are_checked_before_any_work() {
     for (num_experts, num_topk, num_ranks) in [(64, 17, 1), (64, 33, 1), (64, 64, 1), (1, 1, 1), (2, 1, 4)] {
         let (deployment, ranks) = cpu(num_ranks);
         let problem = Problem { num_experts, num_topk, ..qwen3(7) };
-        let selection = resolve(&[problem], &deployment, &ranks, &Registry::builtin()).unwrap();
+        let selection = resolve(&[problem], &deployment, &ranks, &hosts()).unwrap();
         assert_eq!(selection.techniques(), ["simd"]);
     }
     // A limit that an implementation has is a clear refusal.
@@ -48,8 +48,8 @@ fn case_e2_a_setting_of_one_host_is_named_with_each_ranks_value() {
     theirs.chunk_tokens = Some(64);
     let fingerprint = |deployment: &DeploymentFacts, num_topk: usize| {
         let problem = Problem { num_topk, ..k3(1) };
-        let selection = resolve(&[problem], deployment, &ranks, &Registry::builtin()).unwrap();
-        selection.fingerprint(deployment, &ranks, &Registry::builtin()).unwrap()
+        let selection = resolve(&[problem], deployment, &ranks, &hosts()).unwrap();
+        selection.fingerprint(deployment, &ranks, &hosts()).unwrap()
     };
     let (launching, remote) = (fingerprint(&ours, 16), fingerprint(&theirs, 8));
     let differences = diff([(Rank(0), &launching), (Rank(1), &remote), (Rank(2), &remote)]);
@@ -101,7 +101,7 @@ fn case_e5_an_unknown_backend_has_neighbours() {
     let (deployment, ranks) = cpu(1);
     let with = |backend: &str| {
         let deployment = DeploymentFacts { backend: backend.to_owned(), ..deployment.clone() };
-        resolve(&[k3(1)], &deployment, &ranks, &Registry::builtin()).unwrap_err().to_string()
+        resolve(&[k3(1)], &deployment, &ranks, &hosts()).unwrap_err().to_string()
     };
     assert_eq!(
         with("cutlas"),
@@ -133,7 +133,7 @@ fn case_e5_a_capability_hidden_on_one_rank_changes_auto_for_all_and_names_the_ra
 fn case_e5_an_activation_that_is_not_computed_is_refused_and_never_replaced() {
     let (deployment, ranks) = cpu(1);
     let problem = Problem { activation: ActivationForm::SwigluAlpha, ..qwen3(1) };
-    let error = resolve(&[problem], &deployment, &ranks, &Registry::builtin()).unwrap_err().to_string();
+    let error = resolve(&[problem], &deployment, &ranks, &hosts()).unwrap_err().to_string();
     assert!(
         error.contains("activation: computes swiglu, swiglu(limit), situ(beta), situ(beta, linear_beta)"),
         "{error}"
@@ -145,7 +145,7 @@ fn case_e5_an_activation_that_is_not_computed_is_refused_and_never_replaced() {
 fn ranks_of_unlike_cpus_end_in_the_common_variant() {
     let variant = |ranks: &[Environment]| {
         let deployment = deployment(ranks.len(), Device::Cpu, "auto");
-        resolve(&[k3(1)], &deployment, ranks, &Registry::builtin()).unwrap().instruction_set("simd")
+        resolve(&[k3(1)], &deployment, ranks, &hosts()).unwrap().instruction_set("simd")
     };
     let [scalar, avx2, avx512] = InstructionSet::ALL.map(host);
     assert_eq!(variant(&[avx512.clone(), avx512.clone()]), Some(InstructionSet::Avx512));
@@ -204,7 +204,7 @@ fn what_the_checkpoint_keeps_unquantised_outranks_an_override() {
     let problems = [(&quantised, &decided[0]), (&kept, &decided[1])]
         .map(|(facts, decision)| Problem::new(facts, decision, &geometry));
     let (deployment, ranks) = cpu(1);
-    let selection = resolve(&problems, &deployment, &ranks, &Registry::builtin()).unwrap();
+    let selection = resolve(&problems, &deployment, &ranks, &hosts()).unwrap();
     let identities: Vec<String> = selection.layers.iter().map(|layer| layer.winner.identity.to_string()).collect();
     assert_eq!(identities, ["lockstep.simd.grouped_gemm.nvfp4", "lockstep.simd.grouped_gemm.none"]);
 }
@@ -214,7 +214,7 @@ fn a_layer_of_mixed_experts_runs_both_contracts_of_one_technique() {
     let mut mixed = qwen3(1);
     mixed.quantisation.weights.insert(WeightFormat::Bf16);
     let (deployment, ranks) = cpu(2);
-    let selection = resolve(&[mixed, k3(2)], &deployment, &ranks, &Registry::builtin()).unwrap();
+    let selection = resolve(&[mixed, k3(2)], &deployment, &ranks, &hosts()).unwrap();
     let identities = |idx: usize| selection.layers[idx].identities();
     let simd = |quant| Identity::grouped_gemm("simd", quant);
     assert_eq!(identities(0), [simd(Quant::W4a16Nvfp4), simd(Quant::None)]);
@@ -234,7 +234,7 @@ fn what_a_layers_other_experts_need_has_to_be_there_too() {
     let mut narrow = k3(1);
     narrow.shared = narrow.shared.map(|shared| SharedProblem { intermediate: 100, ..shared });
     let (cpu, ranks) = cpu(1);
-    let error = resolve(&[narrow], &cpu, &ranks, &Registry::builtin()).unwrap_err().to_string();
+    let error = resolve(&[narrow], &cpu, &ranks, &hosts()).unwrap_err().to_string();
     let wanted =
         "shape: for the shared experts, as lockstep.simd.grouped_gemm.none: intermediate 100 of the shared experts";
     assert!(error.contains(wanted), "{error}");
@@ -251,7 +251,7 @@ fn a_pin_takes_its_parts_in_any_order() {
         " simd.nvfp4 ",
     ] {
         let pinned = DeploymentFacts { implementation: Some(query.to_owned()), ..deployment.clone() };
-        let selection = resolve(&[k3(1)], &pinned, &ranks, &Registry::builtin()).unwrap();
+        let selection = resolve(&[k3(1)], &pinned, &ranks, &hosts()).unwrap();
         assert_eq!(selection.layers[0].winner.identity, Identity::grouped_gemm("simd", Quant::Nvfp4), "{query}");
         assert_eq!(selection.layers[0].why, Why::Pinned(query.trim().to_owned()));
     }

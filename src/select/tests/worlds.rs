@@ -9,7 +9,12 @@ use super::super::*;
 use crate::config::{self, CombineDtype, Device, Payload, Transport};
 use crate::ids::LayerIdx;
 
-/// This build's implementations after GPU ones that exist in tests alone.
+/// What of this build runs on hosts: the GPU techniques of these worlds are made up, so that they refuse for more reasons.
+pub(crate) fn hosts() -> Registry {
+    Registry::of_techniques(&["simd", "reference"])
+}
+
+/// This build's implementations for hosts after GPU ones that exist in tests alone.
 pub(crate) fn registry() -> Registry {
     let up_to = |first: (u32, u32), last: Option<(u32, u32)>| CapabilityRange {
         first: ComputeCapability::new(first.0, first.1),
@@ -31,15 +36,15 @@ pub(crate) fn registry() -> Registry {
     let mut old = gpu("wgmma_old", Quant::W4a16Nvfp4, vec![CapabilityRange::only(9, 0)]);
     old.deprecated = Some("wgmma does the same faster");
     let portable = Quant::ALL.map(|quant| gpu("mma_sync", quant, vec![up_to((8, 0), None)]));
-    let mut vectors = Registry::builtin().descriptors()[1].clone();
+    let mut vectors = hosts().descriptors()[1].clone();
     vectors.identity.technique = "vectors";
     vectors.target = Target::Cpu { instruction_sets: BTreeSet::from([InstructionSet::Avx2, InstructionSet::Avx512]) };
     let mut descriptors = vec![tcgen05, unquantised, eager, hopper(Quant::Nvfp4), hopper(Quant::W4a16Nvfp4)];
     descriptors.extend([hopper(Quant::None), fixed, old]);
     descriptors.extend(portable);
-    descriptors.extend(Registry::builtin().descriptors().iter().cloned());
+    descriptors.extend(hosts().descriptors().iter().cloned());
     descriptors.push(vectors);
-    let mut transports = Registry::builtin().transports().to_vec();
+    let mut transports = hosts().transports().to_vec();
     transports.push(TransportDescriptor {
         transport: Transport::Nccl,
         libraries: BTreeMap::from([(Library::Nccl, Some("2.20"))]),

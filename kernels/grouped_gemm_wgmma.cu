@@ -1,0 +1,420 @@
+// The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4,none}` for any number of rows, sm_90a.
+//
+// Decoded weights are wgmma's A operand in registers, rows its B operand in shared memory. Both `tokens` and `inner` are
+// images (image.cuh): `gather_tokens` of permute.cu writes the first, `fc1` the second, `fc2` writes rows. One block a
+// multiprocessor, each of kThreads threads; it takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... Dynamic shared
+// memory: kSharedBytes + 1024.
+//
+// Defined before this file:
+//   HIDDEN, INTERMEDIATE   widths, multiples of 16
+//   WEIGHT_BITS, QUANTISE, OUTPUT_BITS   as in grouped_gemm_mma.cu
+//   BLOCK_ROWS             rows a tile: 16, 32, 64, 128 or 256. It changes no bits: every output is one chain over K
+//   NUM_STAGES             stages of weights and rows under way
+//   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
+//   ACTIVATION, ...        see activation.cuh
+
+#include "activation.cuh"
+#include "base.cuh"
+#include "experts.cuh"
+#include "hopper.cuh"
+#include "image.cuh"
+#include "requantise.cuh"
+#include "store.cuh"
+#include "weights.cuh"
+
+static_assert(HIDDEN % 16 == 0 && INTERMEDIATE % 16 == 0, "NVFP4 blocks divide both widths");
+static_assert(WEIGHT_BITS == 4 || WEIGHT_BITS == 16, "weights are NVFP4 or bf16");
+static_assert(NUM_STAGES >= 2, "a stage is copied while another is multiplied");
+
+// One warpgroup copies, two multiply. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has
+// whole units, with one, which 256 rows leave registers for, a unit's two tiles are two warps'.
+constexpr u32 kGroupThreads = 128;
+constexpr u32 kThreads = 3 * kGroupThreads;
+constexpr u32 kTiles = BLOCK_ROWS == 256 ? 1 : 2;
+constexpr u32 kGroupUnits = 2 * kTiles;
+constexpr u32 kUnitsPerBlock = 2 * kGroupUnits;
+constexpr u32 kRowTiles = BLOCK_ROWS / 8;
+
+constexpr u32 kFc1Steps = (HIDDEN + kStepK - 1) / kStepK;
+constexpr u32 kFc2Steps = (INTERMEDIATE + kStepK - 1) / kStepK;
+
+// Few rows leave little to do between two waits: then a stage is two steps, where both widths allow it.
+constexpr u32 kStageSteps = WEIGHT_BITS == 4 && BLOCK_ROWS <= 64 && kFc1Steps % 2 == 0 && kFc2Steps % 2 == 0 ? 2 : 1;
+constexpr u32 kRowsBytes = BLOCK_ROWS * kImageRowBytes;
+constexpr u32 kWeightBytes = WEIGHT_BITS == 4 ? kStepBytes : kBf16StepBytes;
+constexpr u32 kUnitBytes = kStageSteps * kWeightBytes;
+constexpr u32 kWeightsAt = NUM_STAGES * kStageSteps * kRowsBytes;
+constexpr u32 kInnerAt = kWeightsAt + NUM_STAGES * kUnitsPerBlock * kUnitBytes;
+// FC1's output is gathered into chunks of 64 columns: one a warpgroup, or one of both.
+constexpr u32 kAmaxAt = kInnerAt + kTiles * kRowsBytes;
+constexpr u32 kSharedBytes = kAmaxAt + (QUANTISE && kTiles == 1 ? 8 * BLOCK_ROWS * 4 : 0);
+static_assert(kSharedBytes + 1024 == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
+static_assert(kSharedBytes + 1024 <= 232448 - 16 * NUM_STAGES, "a block's shared memory on sm_90 is 227 KB");
+
+// NOTE: setmaxnreg.inc waits for ever if the warpgroups together ask for more than the block was launched with.
+constexpr u32 kLaunchRegisters = 168, kCopyRegisters = 40, kMultiplyRegisters = 232;
+static_assert(kCopyRegisters + 2 * kMultiplyRegisters <= 3 * kLaunchRegisters, "registers are only moved");
+
+template <bool kIsFc1>
+struct Gemm {
+    static constexpr u32 kSteps = kIsFc1 ? kFc1Steps : kFc2Steps;
+    static constexpr u32 kUnits = kIsFc1 ? INTERMEDIATE / 16 : (HIDDEN + kUnitRows - 1) / kUnitRows;
+    static constexpr u32 kWeightBlocks = (kUnits + kUnitsPerBlock - 1) / kUnitsPerBlock;
+};
+
+/// Shared memory of a block, and where in the ring of stages a warp is.
+struct Pipeline {
+    u32 shared;
+    /// Filled by copies, emptied by warps; NUM_STAGES each.
+    u32 full;
+    u32 empty;
+    u32 stage;
+    u32 parity;
+
+    DEVICE u32 full_barrier() const { return full + 8 * stage; }
+    DEVICE u32 empty_barrier() const { return empty + 8 * stage; }
+    DEVICE u32 rows(u32 step) const { return shared + (stage * kStageSteps + step) * kRowsBytes; }
+    DEVICE u32 unit(u32 unit) const { return shared + kWeightsAt + (stage * kUnitsPerBlock + unit) * kUnitBytes; }
+
+    DEVICE void advance() {
+        if (++stage == NUM_STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/// Bytes of one step's rows: whole groups of 8, as many as the expert has left.
+DEVICE u32 rows_bytes(const Place& place, const Tile& tile) {
+    const u32 padded = ceil_div(place.num_rows, kGroupRows) * kGroupRows - tile.row_in_expert;
+    return min_of<u32>(BLOCK_ROWS, padded) * kImageRowBytes;
+}
+
+/// Copies all stages of a tile. One lane of each of four warps: warp w brings units kTiles w .. of the block; copies
+/// issued in straight lines by four warps were 2 to 8 % faster than by one.
+template <bool kIsFc1>
+DEVICE void copy_tile(const GroupedGemmArgs& args, const Place& place, const Tile& tile, Pipeline& ring) {
+    using G = Gemm<kIsFc1>;
+    constexpr u32 kUnitsPerWarp = kUnitsPerBlock / 4;
+    const u32 warp = threadIdx.x / kWarp;
+    const u32 first_unit = tile.weight_block * kUnitsPerBlock, num_units = min_of(kUnitsPerBlock, G::kUnits - first_unit);
+    const u32 num_groups = ceil_div(place.num_rows, kGroupRows);
+    const Expert& expert = args.experts[tile.expert];
+    const u8* weights = (kIsFc1 ? expert.fc1 : expert.fc2) +
+                        static_cast<u64>(first_unit + warp * kUnitsPerWarp) * (G::kSteps * kWeightBytes);
+    const u8* rows = (kIsFc1 ? args.tokens : args.inner) + image_start<G::kSteps>(place.padded_row) +
+                     image_step(0, tile.row_in_expert / kGroupRows, num_groups);
+    const u32 step_bytes = rows_bytes(place, tile);
+    const u32 stage_bytes = kStageSteps * (step_bytes + num_units * kWeightBytes);
+#pragma unroll 1
+    for (u32 step = 0; step < G::kSteps; step += kStageSteps) {
+        barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
+        const u32 full = ring.full_barrier();
+        if (warp == 0) barrier_expect(full, stage_bytes);
+#pragma unroll
+        for (u32 i = 0; i < kUnitsPerWarp; ++i) {
+            const u32 unit = warp * kUnitsPerWarp + i;
+            if (unit < num_units) {
+                bulk_load(ring.unit(unit), weights + static_cast<u64>(i * G::kSteps + step) * kWeightBytes, kUnitBytes, full);
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < kStageSteps; ++i) {
+            if (warp == (kStageSteps == 1 ? 3 : i)) {
+                bulk_load(ring.rows(i), rows + static_cast<u64>(step + i) * num_groups * kGroupBytes, step_bytes, full);
+            }
+        }
+        ring.advance();
+    }
+}
+
+/// Where a multiplying warp stands: `unit` of the block's, and with one tile a warp, which tile of it.
+struct Seat {
+    u32 group;
+    u32 unit;
+    u32 tile;
+    u32 lane;
+
+    DEVICE static Seat mine() {
+        const u32 group = threadIdx.x / kGroupThreads - 1, warp = threadIdx.x % kGroupThreads / kWarp;
+        const u32 lane = threadIdx.x % kWarp;
+        if (kTiles == 2) return {group, group * kGroupUnits + warp, 0, lane};
+        return {group, group * kGroupUnits + warp / 2, warp % 2, lane};
+    }
+};
+
+/// A warp's weights of one step.
+#if WEIGHT_BITS == 4
+struct Weights {
+    Word4 words[kTiles];
+    u32 scales;
+
+    DEVICE Weights(u32 unit, const Seat& seat) {
+#pragma unroll
+        for (u32 i = 0; i < kTiles; ++i) words[i] = load_shared4(unit + (seat.tile + i) * kTileBytes + seat.lane * 16);
+        const u32 at = unit + kScalesAt + seat.lane * 4;
+        scales = kTiles == 2 ? load_shared(at) : load_shared_u16(at + seat.tile * 2);
+    }
+
+    /// The A fragments of MMAs `2 * kHalf` and `2 * kHalf + 1`.
+    template <u32 kHalf>
+    DEVICE void decode(u32 (&a)[kTiles][2][4]) const {
+        decode16(words[0].v[2 * kHalf], words[0].v[2 * kHalf + 1], scale_pair<0>(scales), scale_pair<1>(scales), a[0][0],
+                 a[0][1]);
+        if constexpr (kTiles == 2) {
+            decode16(words[1].v[2 * kHalf], words[1].v[2 * kHalf + 1], scale_pair<2>(scales), scale_pair<3>(scales),
+                     a[1][0], a[1][1]);
+        }
+    }
+};
+#else
+struct Weights {
+    u32 unit;
+    u32 tile;
+
+    DEVICE Weights(u32 unit, const Seat& seat) : unit(unit), tile(seat.tile) {}
+
+    template <u32 kHalf>
+    DEVICE void decode(u32 (&a)[kTiles][2][4]) const {
+#pragma unroll
+        for (u32 i = 0; i < kTiles; ++i) {
+#pragma unroll
+            for (u32 q = 0; q < 2; ++q) load_fragment(unit, tile + i, 2 * kHalf + q, a[i][q]);
+        }
+    }
+};
+#endif
+
+/// Sums scaled back to weights' values before their global scale.
+DEVICE float unscaled(float sum) { return WEIGHT_BITS == 4 ? sum * kDecodeFactor : sum; }
+
+/// Multiplies all steps of a tile, K ascending.
+///
+/// Half a step is decoded while the other half's group of MMAs runs: the two sets of fragments are never the same
+/// registers, and one group is always under way.
+template <u32 kSteps>
+DEVICE void multiply_tile(const Seat& seat, Pipeline& ring, float (&acc)[kTiles][kRowTiles][4]) {
+    u32 first[kTiles][2][4], second[kTiles][2][4];
+    u32 previous_empty = 0;
+    u32 accumulate = 0;
+#pragma unroll 1
+    for (u32 step = 0; step < kSteps; step += kStageSteps) {
+        barrier_wait(ring.full_barrier(), ring.parity);
+#pragma unroll
+        for (u32 i = 0; i < kStageSteps; ++i) {
+            const u64 rows = row_descriptor(ring.rows(i));
+            const Weights weights(ring.unit(seat.unit) + i * kWeightBytes, seat);
+            weights.decode<0>(first);
+            wgmma_fence();
+#pragma unroll
+            for (u32 q = 0; q < 2; ++q) {
+#pragma unroll
+                for (u32 j = 0; j < kTiles; ++j) {
+                    Wgmma<BLOCK_ROWS>::multiply(acc[j], first[j][q], rows + q * kDescriptorK16, i + q > 0 ? 1 : accumulate);
+                }
+            }
+            wgmma_commit();
+            wgmma_wait<1>();  // the previous stage's last group is done with its shared memory
+            if (i == 0 && step > 0 && seat.lane == 0) barrier_arrive(previous_empty);
+            weights.decode<1>(second);
+            wgmma_fence();
+#pragma unroll
+            for (u32 q = 0; q < 2; ++q) {
+#pragma unroll
+                for (u32 j = 0; j < kTiles; ++j) {
+                    Wgmma<BLOCK_ROWS>::multiply(acc[j], second[j][q], rows + (2 + q) * kDescriptorK16, 1);
+                }
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+        }
+        accumulate = 1;
+        previous_empty = ring.empty_barrier();
+        ring.advance();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (u32 j = 0; j < kTiles; ++j) wgmma_hold(acc[j]);
+    if (seat.lane == 0) barrier_arrive(previous_empty);
+}
+
+/// Replaces gate sums by the activation: acc[j][n][c] is column 16 unit + 2 g + j of row 8 n + 2 t + c.
+DEVICE void activate_tile(const GroupedGemmArgs& args, const Expert& expert, bool is_real,
+                          float (&acc)[kTiles][kRowTiles][4]) {
+    const float gate_scale = args.token_scale * expert.gate_scale, up_scale = args.token_scale * expert.up_scale;
+#pragma unroll
+    for (u32 j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (u32 n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+            for (u32 c = 0; c < 2; ++c) {
+                const float value =
+                    activate(unscaled(acc[j][n][c]) * gate_scale, unscaled(acc[j][n][2 + c]) * up_scale);
+                // Beyond the last unit the image is zero: FC2's padded weights must not meet a stray NaN.
+                acc[j][n][c] = is_real ? value : 0.0f;
+            }
+        }
+    }
+}
+
+/// Sends the activations of a tile through NVFP4: a unit's 16 columns are a block.
+DEVICE void requantise_tile(const Seat& seat, const Tile& tile, float input_scale, u32 amax_shared,
+                            float (&acc)[kTiles][kRowTiles][4], QuantCounts& counts) {
+    const u32 g = seat.lane / 4, t = seat.lane % 4, warp = threadIdx.x / kWarp - 4;
+    const float inverse_scale = __fdiv_rn(1.0f, input_scale);
+    // With one tile a warp both warps of a unit need both maxima, and 256 rows' would not fit registers.
+    [[maybe_unused]] u32 amax[kTiles == 2 ? kRowTiles : 1][2];
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (u32 c = 0; c < 2; ++c) {
+            // As integers magnitudes order like their bits, and NaN wins.
+            u32 bits = nvfp4::magnitude_bits(acc[0][n][c]);
+            if constexpr (kTiles == 2) bits = max(bits, nvfp4::magnitude_bits(acc[kTiles - 1][n][c]));
+#pragma unroll
+            for (u32 distance = 4; distance < kWarp; distance *= 2) {
+                bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
+            }
+            if constexpr (kTiles == 2) {
+                amax[n][c] = bits;
+            } else if (g == 0) {
+                store_shared(amax_shared + (warp * BLOCK_ROWS + n * 8 + 2 * t + c) * 4, bits);
+            }
+        }
+    }
+    if (kTiles == 1) named_barrier<kGroupThreads>(2 + seat.group);
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (u32 c = 0; c < 2; ++c) {
+            const u32 row = n * 8 + 2 * t + c;
+            u32 bits;
+            if constexpr (kTiles == 2) {
+                bits = amax[n][c];
+            } else {
+                bits = max(load_shared(amax_shared + (warp * BLOCK_ROWS + row) * 4),
+                           load_shared(amax_shared + ((warp ^ 1) * BLOCK_ROWS + row) * 4));
+            }
+            const BlockScale scale = block_scale(bits, inverse_scale);
+            if (g == 0 && seat.tile == 0 && row < tile.num_rows) counts.add(scale);
+#pragma unroll
+            for (u32 j = 0; j < kTiles; ++j) acc[j][n][c] = requantise(acc[j][n][c], scale);
+        }
+    }
+    // The next tile's store barrier stands between these reads and the next writes.
+}
+
+/// Writes a tile's activations into the image: gathered in shared memory to a chunk of 64 columns, then one copy.
+DEVICE void store_inner(const GroupedGemmArgs& args, const Place& place, const Tile& tile, const Seat& seat, u32 shared,
+                        const float (&acc)[kTiles][kRowTiles][4]) {
+    constexpr u32 kStoreThreads = kTiles == 2 ? kGroupThreads : 2 * kGroupThreads;
+    const u32 g = seat.lane / 4, t = seat.lane % 4;
+    const u32 chunk_shared = shared + kInnerAt + (kTiles == 2 ? seat.group * kRowsBytes : 0);
+    const u32 chunk = kTiles == 2 ? tile.weight_block * 2 + seat.group : tile.weight_block;
+    const bool is_storer = threadIdx.x % kGroupThreads == 0 && (kTiles == 2 || seat.group == 0);
+    const u32 number = kTiles == 2 ? 4 + seat.group : 4;
+    if (is_storer) bulk_store_wait_read();  // the last tile's chunk has left
+    named_barrier<kStoreThreads>(number);
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (u32 c = 0; c < 2; ++c) {
+            const u32 at = chunk_shared + n * kGroupBytes + image_pair(2 * t + c, seat.unit % 4, g);
+            if constexpr (kTiles == 2) {
+                store_shared(at, pack_bf16(acc[0][n][c], acc[kTiles - 1][n][c]));
+            } else {
+                store_shared_u16(at + 2 * seat.tile, static_cast<u16>(pack_bf16(acc[0][n][c], 0.0f)));
+            }
+        }
+    }
+    fence_async_shared();
+    named_barrier<kStoreThreads>(number);
+    if (is_storer && chunk < kFc2Steps) {
+        const u32 num_groups = ceil_div(place.num_rows, kGroupRows);
+        u8* to = args.inner + image_start<kFc2Steps>(place.padded_row) +
+                 image_step(chunk, tile.row_in_expert / kGroupRows, num_groups);
+        bulk_store(to, chunk_shared, rows_bytes(place, tile));
+    }
+}
+
+/// Writes columns 32 unit + 4 g + 2 j + {0, 1} of rows 8 n + 2 t + c.
+DEVICE void store_rows(const GroupedGemmArgs& args, const Tile& tile, const Seat& seat, const Expert& expert,
+                       const float (&acc)[kTiles][kRowTiles][4]) {
+    const u32 g = seat.lane / 4, t = seat.lane % 4;
+    const float scale = QUANTISE ? expert.down_scale * expert.input_scale : expert.down_scale;
+    const u32 column = (tile.weight_block * kUnitsPerBlock + seat.unit) * kUnitRows + 4 * g + 2 * seat.tile;
+    // HIDDEN may end in the middle of the last unit, never inside four columns.
+    if (column >= HIDDEN) return;
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (u32 c = 0; c < 2; ++c) {
+            const u32 row = n * 8 + 2 * t + c;
+            if (row >= tile.num_rows) continue;
+            u8* to = args.out + (static_cast<u64>(tile.first_row + row) * HIDDEN + column) * (OUTPUT_BITS / 8);
+            float v[2 * kTiles];
+#pragma unroll
+            for (u32 i = 0; i < 2 * kTiles; ++i) v[i] = unscaled(acc[i / 2][n][2 * (i % 2) + c]) * scale;
+            store_columns(to, v);
+        }
+    }
+}
+
+template <bool kIsFc1>
+DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
+    using G = Gemm<kIsFc1>;
+    extern __shared__ Word4 shared_memory[];
+    __shared__ alignas(8) u64 barriers[2 * NUM_STAGES];
+    // The swizzle counts from addresses that 1024 divides.
+    Pipeline ring = {(shared_address(shared_memory) + 1023) & ~1023u, shared_address(barriers),
+                     shared_address(barriers + NUM_STAGES), 0, 0};
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < NUM_STAGES; ++i) {
+            barrier_init(ring.full + 8 * i, 1);
+            barrier_init(ring.empty + 8 * i, 2 * kGroupThreads / kWarp);
+        }
+    }
+    barrier_init_done();
+    __syncthreads();
+
+    TileCursor<G::kWeightBlocks, BLOCK_ROWS> cursor(args);
+    Place place;
+    if (threadIdx.x < kGroupThreads) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
+        for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
+            if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, place, weight_major<BLOCK_ROWS>(place), ring);
+            __syncwarp();
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
+        const Seat seat = Seat::mine();
+        QuantCounts counts = {0, 0};
+        for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
+            const Tile tile = weight_major<BLOCK_ROWS>(place);
+            const Expert& expert = args.experts[tile.expert];
+            float acc[kTiles][kRowTiles][4];
+            multiply_tile<G::kSteps>(seat, ring, acc);
+            if constexpr (kIsFc1) {
+                const bool is_real = tile.weight_block * kUnitsPerBlock + seat.unit < G::kUnits;
+                activate_tile(args, expert, is_real, acc);
+                if constexpr (QUANTISE) {
+                    requantise_tile(seat, tile, expert.input_scale, ring.shared + kAmaxAt, acc, counts);
+                }
+                store_inner(args, place, tile, seat, ring.shared, acc);
+            } else {
+                store_rows(args, tile, seat, expert, acc);
+                if (tile.weight_block == 0 && threadIdx.x == kGroupThreads) count_rows(args, tile.num_rows);
+            }
+        }
+        if constexpr (kIsFc1) bulk_store_wait();
+        if constexpr (kIsFc1 && QUANTISE) counts.flush(args.counts);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1(const __grid_constant__ GroupedGemmArgs args) {
+    grouped_gemm<true>(args);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fc2(const __grid_constant__ GroupedGemmArgs args) {
+    grouped_gemm<false>(args);
+}

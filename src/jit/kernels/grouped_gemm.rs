@@ -1,0 +1,334 @@
+//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small}.cu`, and `kernels/permute.cu` before the second.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::super::arch::Arch;
+use super::super::request::{Define, KernelRequest};
+use super::super::source::{
+    ACTIVATION, BASE, EXPERTS, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, STORE, WEIGHTS,
+};
+use crate::numerics::activation::Activation;
+
+const MMA: KernelSource = KernelSource {
+    name: "grouped_gemm_mma",
+    main: include_str!("../../../kernels/grouped_gemm_mma.cu"),
+    headers: &[ACTIVATION, BASE, EXPERTS, NVFP4, REQUANTISE, STORE, WEIGHTS],
+};
+const WGMMA_HEADERS: &[Header] = &[ACTIVATION, BASE, EXPERTS, HOPPER, IMAGE, NVFP4, REQUANTISE, STORE, WEIGHTS];
+const WGMMA: KernelSource = KernelSource {
+    name: "grouped_gemm_wgmma",
+    main: include_str!("../../../kernels/grouped_gemm_wgmma.cu"),
+    headers: WGMMA_HEADERS,
+};
+const SMALL: KernelSource = KernelSource {
+    name: "grouped_gemm_small",
+    main: include_str!("../../../kernels/grouped_gemm_small.cu"),
+    headers: &[ACTIVATION, BASE, EXPERTS, HOPPER, NVFP4, REQUANTISE, STORE, WEIGHTS],
+};
+const PERMUTE: KernelSource = KernelSource {
+    name: "permute",
+    main: include_str!("../../../kernels/permute.cu"),
+    headers: &[BASE, EXPERTS, IMAGE, WEIGHTS],
+};
+
+/// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
+pub const NVFP4_STEP_BYTES: u32 = 1152;
+/// The same in bf16.
+pub const BF16_STEP_BYTES: u32 = 4096;
+/// K of a step.
+pub const STEP_K: u32 = 64;
+/// Bytes of a row of one step.
+pub const ROW_STEP_BYTES: u32 = STEP_K * 2;
+/// Rows of a group of the image that `gather_tokens` writes: an expert's rows are rounded up to it.
+pub const IMAGE_GROUP_ROWS: u32 = 8;
+
+/// One local expert, as `struct Expert` of `kernels/experts.cuh`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct ExpertEntry {
+    /// Address of the image of gate with up; 0: the kernel leaves this expert's rows alone.
+    pub fc1: u64,
+    /// Address of the image of down.
+    pub fc2: u64,
+    /// Global scale of gate.
+    pub gate_scale: f32,
+    /// Global scale of up.
+    pub up_scale: f32,
+    /// Global scale of down.
+    pub down_scale: f32,
+    /// `input_scale` of down, where FC2's input goes through NVFP4.
+    pub input_scale: f32,
+}
+
+const _: () = assert!(size_of::<ExpertEntry>() == 32, "kernels/experts.cuh has the same struct");
+
+/// The one argument of all kernels here.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct GroupedGemmArgs {
+    /// Address of `[num_experts]` entries.
+    pub experts: u64,
+    /// Address of `[num_experts + 1]` u32: where each expert's rows start.
+    pub expert_offsets: u64,
+    /// Address of `[num_rows]` u32: the token that each row reads.
+    pub row_token: u64,
+    /// Address of `[num_tokens, hidden]` bf16, or of the image that `gather_tokens` made of it.
+    pub tokens: u64,
+    /// Address of FC2's input; for `gather_tokens`, of the image that it writes.
+    pub inner: u64,
+    /// Address of `[num_rows, hidden]` f32.
+    pub out: u64,
+    /// Address of three u64, which are added to: block scales that saturated, that became 0, rows stored.
+    pub counts: u64,
+    /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
+    pub barrier: u64,
+    /// Multiplies every token value.
+    pub token_scale: f32,
+    /// Local experts.
+    pub num_experts: u32,
+}
+
+/// How an expert's weights are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Weights {
+    /// Codes and block scales.
+    Nvfp4,
+    /// Values.
+    Bf16,
+}
+
+/// What is computed; everything but how.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupedGemm {
+    /// Width in and out; a multiple of 16.
+    pub hidden: u32,
+    /// Width between FC1 and FC2; a multiple of 16.
+    pub intermediate: u32,
+    /// Between them.
+    pub activation: Activation,
+    /// How weights are stored.
+    pub weights: Weights,
+    /// FC2's input goes through NVFP4.
+    pub quantise: bool,
+}
+
+/// How it is computed, for so many rows a tile. The rows of one schedule have equal bits whatever `block_rows` is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Schedule {
+    /// `grouped_gemm_mma.cu`: 8, 16, 32 or 64 rows.
+    MmaSync {
+        /// Rows a tile.
+        block_rows: u32,
+    },
+    /// `grouped_gemm_wgmma.cu`: 16, 32, 64, 128 or 256 rows.
+    Wgmma {
+        /// Rows a tile.
+        block_rows: u32,
+    },
+    /// `grouped_gemm_small.cu`: 8 or 16 rows.
+    Small {
+        /// Rows a tile.
+        block_rows: u32,
+    },
+}
+
+/// How a kernel is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// Threads of a block.
+    pub num_threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Blocks that a multiprocessor is given.
+    pub blocks_per_multiprocessor: u32,
+}
+
+impl GroupedGemm {
+    fn steps(width: u32) -> u32 {
+        width.div_ceil(STEP_K)
+    }
+
+    /// Steps of FC1's K.
+    #[must_use]
+    pub fn fc1_steps(&self) -> u32 {
+        Self::steps(self.hidden)
+    }
+
+    /// Steps of FC2's K.
+    #[must_use]
+    pub fn fc2_steps(&self) -> u32 {
+        Self::steps(self.intermediate)
+    }
+
+    fn weight_step_bytes(&self) -> u32 {
+        match self.weights {
+            Weights::Nvfp4 => NVFP4_STEP_BYTES,
+            Weights::Bf16 => BF16_STEP_BYTES,
+        }
+    }
+}
+
+/// Warps that share K in the small schedule, and the most steps of one of its slots.
+const SMALL_WARPS: u32 = 8;
+const SMALL_SLOT_STEPS: u32 = 7;
+
+impl Schedule {
+    /// FC1 in a module of its own two kernels.
+    pub const FC1: &'static str = "fc1";
+    /// FC2 likewise.
+    pub const FC2: &'static str = "fc2";
+    /// Both products of the small schedule, launched cooperatively.
+    pub const FC1_FC2: &'static str = "fc1_fc2";
+
+    fn num_stages(self, gemm: &GroupedGemm) -> u32 {
+        match (self, gemm.weights) {
+            (Self::MmaSync { .. }, Weights::Nvfp4) => 4,
+            // Two, so that consumer parts have the shared memory too.
+            (Self::MmaSync { .. }, Weights::Bf16) => 2,
+            (Self::Wgmma { block_rows: 64 | 256 }, Weights::Nvfp4) => 5,
+            (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
+            (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
+            (Self::Wgmma { .. }, Weights::Bf16) => 5,
+            (Self::Small { .. }, _) => 3,
+        }
+    }
+
+    /// How it is launched; the sources assert the same.
+    #[must_use]
+    pub fn launch(self, gemm: &GroupedGemm) -> Launch {
+        let stages = self.num_stages(gemm);
+        let step_bytes = gemm.weight_step_bytes();
+        match self {
+            Self::MmaSync { block_rows } => {
+                let warps = if block_rows == 64 && gemm.weights == Weights::Nvfp4 { 12 } else { 8 };
+                Launch {
+                    num_threads: warps * 32,
+                    shared_bytes: stages * (warps * step_bytes + block_rows * ROW_STEP_BYTES),
+                    blocks_per_multiprocessor: if block_rows == 64 { 1 } else { 2 },
+                }
+            }
+            Self::Wgmma { block_rows } => {
+                let tiles = if block_rows == 256 { 1 } else { 2 };
+                let is_even = gemm.fc1_steps().is_multiple_of(2) && gemm.fc2_steps().is_multiple_of(2);
+                let two_steps = gemm.weights == Weights::Nvfp4 && block_rows <= 64 && is_even;
+                let stage_steps = if two_steps { 2 } else { 1 };
+                let rows_bytes = block_rows * ROW_STEP_BYTES;
+                let amax_bytes = if gemm.quantise && tiles == 1 { 8 * block_rows * 4 } else { 0 };
+                let ring = stages * stage_steps * (rows_bytes + 4 * tiles * step_bytes);
+                let shared_bytes = ring + tiles * rows_bytes + amax_bytes + 1024;
+                Launch { num_threads: 384, shared_bytes, blocks_per_multiprocessor: 1 }
+            }
+            Self::Small { block_rows } => {
+                let slot_steps = |steps: u32| {
+                    let slice = steps.div_ceil(SMALL_WARPS);
+                    slice.div_ceil(slice.div_ceil(SMALL_SLOT_STEPS))
+                };
+                let slot = slot_steps(gemm.fc1_steps()).max(slot_steps(gemm.fc2_steps())) * NVFP4_STEP_BYTES;
+                let sums = SMALL_WARPS * block_rows * 32 * 4;
+                let shared_bytes = SMALL_WARPS * stages * slot + 2 * sums;
+                Launch { num_threads: SMALL_WARPS * 32, shared_bytes, blocks_per_multiprocessor: 1 }
+            }
+        }
+    }
+
+    /// Whether there is such a kernel: the small one keeps a slice of a row's values in registers.
+    #[must_use]
+    pub fn serves(self, gemm: &GroupedGemm) -> bool {
+        let Self::Small { block_rows } = self else { return true };
+        let steps = gemm.fc1_steps().max(gemm.fc2_steps());
+        gemm.weights == Weights::Nvfp4 && steps.div_ceil(SMALL_WARPS) * (block_rows / 8) <= 16
+    }
+
+    /// What to compile.
+    #[must_use]
+    pub fn request(self, gemm: &GroupedGemm, arch: Arch) -> KernelRequest {
+        let (source, block_rows) = match self {
+            Self::MmaSync { block_rows } => (MMA, block_rows),
+            Self::Wgmma { block_rows } => (WGMMA, block_rows),
+            Self::Small { block_rows } => (SMALL, block_rows),
+        };
+        let launch = self.launch(gemm);
+        let weight_bits = match gemm.weights {
+            Weights::Nvfp4 => 4_u32,
+            Weights::Bf16 => 16,
+        };
+        let mut request = KernelRequest::new(source, arch)
+            .with_arguments::<GroupedGemmArgs>()
+            .with("HIDDEN", gemm.hidden)
+            .with("INTERMEDIATE", gemm.intermediate)
+            .with("QUANTISE", gemm.quantise)
+            .with("OUTPUT_BITS", 32_u32)
+            .with("BLOCK_ROWS", block_rows)
+            .with("NUM_STAGES", self.num_stages(gemm))
+            .with("NUM_THREADS", launch.num_threads)
+            .with("SHARED_BYTES", launch.shared_bytes);
+        if !matches!(self, Self::Small { .. }) {
+            request = request.with("WEIGHT_BITS", weight_bits);
+        }
+        with_activation(request, gemm.activation)
+    }
+}
+
+/// The kernel that writes the image of rows for the wgmma schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GatherTokens {
+    /// Width of a token.
+    pub hidden: u32,
+}
+
+impl GatherTokens {
+    /// The kernel's name in its module.
+    pub const FUNCTION: &'static str = "gather_tokens";
+    /// Threads of a block.
+    pub const NUM_THREADS: u32 = 256;
+
+    /// What to compile.
+    #[must_use]
+    pub fn request(self, arch: Arch) -> KernelRequest {
+        KernelRequest::new(PERMUTE, arch).with_arguments::<GroupedGemmArgs>().with("HIDDEN", self.hidden)
+    }
+}
+
+/// Adds the activation with exactly the constants that it has.
+pub(super) fn with_activation(request: KernelRequest, activation: Activation) -> KernelRequest {
+    match activation {
+        Activation::Swiglu => request.with("ACTIVATION", 0_u32),
+        Activation::SwigluClamp { limit } => request.with("ACTIVATION", 1_u32).with("LIMIT_BITS", Define::float(limit)),
+        Activation::Situ { beta, linear_beta: None } => {
+            request.with("ACTIVATION", 2_u32).with("BETA_BITS", Define::float(beta))
+        }
+        Activation::Situ { beta, linear_beta: Some(linear_beta) } => request
+            .with("ACTIVATION", 3_u32)
+            .with("BETA_BITS", Define::float(beta))
+            .with("LINEAR_BETA_BITS", Define::float(linear_beta)),
+    }
+}
+
+/// Kimi K3's experts through every schedule that an architecture has, and odd widths through one.
+pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
+    let k3 = GroupedGemm {
+        hidden: 3584,
+        intermediate: 3072,
+        activation: Activation::Situ { beta: 4.0, linear_beta: Some(25.0) },
+        weights: Weights::Nvfp4,
+        quantise: true,
+    };
+    let bf16 = GroupedGemm { weights: Weights::Bf16, quantise: false, ..k3 };
+    let odd = GroupedGemm { hidden: 48, intermediate: 80, activation: Activation::Swiglu, quantise: false, ..k3 };
+    let mut all = Vec::new();
+    for block_rows in [8, 16, 32, 64] {
+        all.extend([k3, bf16].map(|gemm| Schedule::MmaSync { block_rows }.request(&gemm, arch)));
+    }
+    all.push(Schedule::MmaSync { block_rows: 64 }.request(&GroupedGemm { quantise: false, ..k3 }, arch));
+    all.push(Schedule::MmaSync { block_rows: 64 }.request(&odd, arch));
+    if arch == Arch::Sm90a {
+        for block_rows in [16, 32, 64, 128, 256] {
+            all.extend([k3, bf16].map(|gemm| Schedule::Wgmma { block_rows }.request(&gemm, arch)));
+        }
+        all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&k3, arch)));
+        all.push(Schedule::Wgmma { block_rows: 256 }.request(&odd, arch));
+        all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));
+        all.push(GatherTokens { hidden: 3584 }.request(arch));
+    }
+    all
+}
