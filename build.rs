@@ -7,6 +7,7 @@ fn main() {
     let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let mut files = vec![root.join("Cargo.toml"), root.join("Cargo.lock")];
     collect(&root.join("src"), &mut files);
+    collect(&root.join("kernels"), &mut files);
     files.sort();
     let mut digest = Fnv::default();
     for file in &files {
@@ -14,7 +15,7 @@ fn main() {
         digest.add(name.to_string_lossy().as_bytes());
         digest.add(&fs::read(file).unwrap_or_default());
     }
-    for watched in ["src", "Cargo.toml", "Cargo.lock", "build.rs"] {
+    for watched in ["src", "kernels", "Cargo.toml", "Cargo.lock", "build.rs"] {
         println!("cargo::rerun-if-changed={watched}");
     }
     println!("cargo::rustc-env=LOCKSTEP_BUILD_REVISION={:016x}", digest.0);

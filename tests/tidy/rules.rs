@@ -22,6 +22,8 @@ const DOORS: &[Door] = &[
         keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/options.rs"],
     },
     Door { rule: "environment", words: &["std::env", "env::var", "env::vars"], keepers: &["src/env.rs"] },
+    Door { rule: "cuda", words: &["cudarc"], keepers: &["src/cuda/"] },
+    Door { rule: "loading libraries", words: &["libloading"], keepers: &["src/cuda/library.rs", "src/jit/nvrtc/"] },
     Door {
         rule: "printing",
         words: &["println!", "eprintln!", "print!", "eprint!", "io::stdout", "io::stderr", "stdout()", "stderr()"],
@@ -31,7 +33,7 @@ const DOORS: &[Door] = &[
 ];
 
 /// The files that may hold `unsafe`.
-const UNSAFE_FILES: &[&str] = &["src/backend/simd/", "src/checkpoint/map.rs"];
+const UNSAFE_FILES: &[&str] = &["src/backend/simd/", "src/checkpoint/map.rs", "src/cuda/", "src/jit/nvrtc/"];
 
 /// What a pure module may not use, whoever keeps its door.
 const IMPURE: &[&str] = &["Instant", "SystemTime", "std::process", "std::net", "std::thread", "rayon", "tracing"];
@@ -158,6 +160,8 @@ mod tests {
             ("src/layer/mod.rs", "fn f() { std::env::var(x); }\n", "environment"),
             ("src/layer/mod.rs", "fn f() { println!(); }\n", "printing"),
             ("src/cli/run.rs", "fn f() { std::io::stdout(); }\n", "printing"),
+            ("src/backend/gpu.rs", "use cudarc::driver::sys;\n", "cuda"),
+            ("src/cuda/probe.rs", "use libloading::Library;\n", "loading libraries"),
             ("src/layer/mod.rs", "unsafe fn f() {}\n", "unsafe"),
             ("src/numerics/e2m1.rs", "use std::time::Instant;\n", "pure"),
             ("src/dispatch/plan.rs", "fn f() { tracing::info!(); }\n", "pure"),

@@ -1,0 +1,62 @@
+//! The sources of kernels: embedded in the binary, so that a build has one set of them.
+
+/// A file that a kernel includes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// As `#include` names it.
+    pub name: &'static str,
+    /// Its text.
+    pub text: &'static str,
+}
+
+/// A kernel's source with every header that it includes, directly or not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelSource {
+    /// What its artefacts are called: lower-case letters, digits, underscores.
+    pub name: &'static str,
+    /// The text of its `.cu` file.
+    pub main: &'static str,
+    /// Its headers.
+    pub headers: &'static [Header],
+}
+
+/// `kernels/nvfp4.cuh`.
+pub(super) const NVFP4: Header = Header { name: "nvfp4.cuh", text: include_str!("../../kernels/nvfp4.cuh") };
+
+impl KernelSource {
+    /// The files that `main` and the headers include and that are not among the headers. Empty, or the kernel can't compile.
+    #[must_use]
+    pub fn missing_headers(&self) -> Vec<&'static str> {
+        let texts = self.headers.iter().map(|header| header.text).chain([self.main]);
+        let included = texts.flat_map(|text| text.lines().filter_map(included));
+        included.filter(|name| self.headers.iter().all(|header| header.name != *name)).collect()
+    }
+
+    /// The headers that nothing includes: they would change keys for nothing.
+    #[must_use]
+    pub fn unused_headers(&self) -> Vec<&'static str> {
+        let texts: Vec<&str> = self.headers.iter().map(|header| header.text).chain([self.main]).collect();
+        let is_used = |name: &str| texts.iter().flat_map(|text| text.lines().filter_map(included)).any(|n| n == name);
+        self.headers.iter().map(|header| header.name).filter(|name| !is_used(name)).collect()
+    }
+}
+
+/// The name in `#include "name"`.
+fn included(line: &str) -> Option<&str> {
+    let rest = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim_start();
+    rest.strip_prefix('"')?.split('"').next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn includes_are_followed_into_headers() {
+        const B: Header = Header { name: "b.cuh", text: "  # include \"c.cuh\"\n// \"d.cuh\"\n" };
+        const E: Header = Header { name: "e.cuh", text: "" };
+        let source = KernelSource { name: "k", main: "#include \"b.cuh\"\nint x;\n", headers: &[B, E] };
+        assert_eq!(source.missing_headers(), ["c.cuh"]);
+        assert_eq!(source.unused_headers(), ["e.cuh"]);
+    }
+}
