@@ -171,6 +171,12 @@ impl EnvVars {
         self.ours("LOCKSTEP_FAULT").filter(|fault| !fault.is_empty())
     }
 
+    /// `LOCKSTEP_NVRTC`: the compiler of kernels, by its library or the directory that this lies in.
+    #[must_use]
+    pub fn nvrtc(&self) -> Option<&str> {
+        self.ours("LOCKSTEP_NVRTC").filter(|path| !path.is_empty())
+    }
+
     /// `LOCKSTEP_THREADS`: threads of this rank's pool.
     ///
     /// # Errors

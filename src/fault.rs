@@ -57,6 +57,8 @@ pub enum Action {
     Drift,
     /// Buffers start filled with 0xFF bytes.
     Poison,
+    /// This rank's kernels are made of other sources.
+    Stale,
 }
 
 /// One fault.
@@ -90,7 +92,7 @@ impl Classify for Injected {
 #[error(
     "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, dispatch, experts, \
      combine, write and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
-     host=NAME, drift, poison; correct or unset it"
+     host=NAME, drift, poison, stale; correct or unset it"
 )]
 pub struct FaultError {
     text: String,
@@ -155,6 +157,7 @@ fn action(text: &str) -> Option<Action> {
             "hang" => Action::Hang,
             "drift" => Action::Drift,
             "poison" => Action::Poison,
+            "stale" => Action::Stale,
             _ => return None,
         },
     })
@@ -196,7 +199,7 @@ impl Faults {
                 Action::Segv => raise(11),
                 Action::Hang => std::thread::sleep(Duration::from_secs(86_400)),
                 Action::Delay(time) => std::thread::sleep(*time),
-                Action::RoundBytes(_) | Action::Host(_) | Action::Drift | Action::Poison => {}
+                Action::RoundBytes(_) | Action::Host(_) | Action::Drift | Action::Poison | Action::Stale => {}
             }
         }
         Ok(())

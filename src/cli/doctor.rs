@@ -18,6 +18,7 @@ use crate::exit::Exit;
 use crate::facts;
 use crate::host;
 use crate::ids::Rank;
+use crate::jit::prepare::default_dir;
 use crate::layer::agreement::{self, AgreementError};
 use crate::report::new_table;
 use crate::select::fingerprint::FieldDifference;
@@ -87,9 +88,9 @@ fn examine(world: &World, env: &EnvVars, (effective, isa): (&Effective, IsaChoic
 }
 
 /// Where kernels would be kept: the deployment's directory, else the user's.
-fn cache_dir(effective: &Effective, env: &EnvVars) -> Option<String> {
-    let of_user = || env.xdg_cache_home.clone().or_else(|| env.home.as_ref().map(|home| format!("{home}/.cache")));
-    effective.deployment.jit.cache_dir.clone().or_else(|| of_user().map(|dir| format!("{dir}/lockstep")))
+pub(super) fn cache_dir(effective: &Effective, env: &EnvVars) -> Option<String> {
+    let of_user = || default_dir(env.xdg_cache_home.as_deref(), env.home.as_deref());
+    effective.deployment.jit.cache_dir.clone().or_else(of_user)
 }
 
 /// A column of the table: its head, and what it says of a rank.

@@ -3,6 +3,7 @@
 //! Decides nothing that the library does not decide; prints through [`output`] alone.
 
 pub mod bench;
+pub mod cache;
 pub mod doctor;
 pub mod failure;
 pub mod inspect;
@@ -16,6 +17,7 @@ pub mod run;
 pub mod sample;
 pub mod values;
 pub mod verify;
+pub mod warmup;
 pub mod world;
 
 use std::ffi::OsString;
@@ -58,6 +60,10 @@ pub enum Command {
     Resolve(resolve::ResolveArgs),
     /// Shows what every rank is, and where ranks differ
     Doctor(doctor::DoctorArgs),
+    /// Compiles every kernel that a deployment needs, before anything runs; needs no GPU
+    Warmup(warmup::WarmupArgs),
+    /// Lists, verifies or prunes the compiled kernels of a cache
+    Cache(cache::CacheArgs),
     /// Writes a checkpoint and inputs of a chosen geometry, for trying things out
     Sample(sample::SampleArgs),
 }
@@ -102,6 +108,8 @@ fn dispatch(command: Command, env: &EnvVars) -> Result<Exit, Failure> {
         Command::Inspect(args) => inspect::command(&args, env),
         Command::Resolve(args) => resolve::command(&args, env),
         Command::Doctor(args) => doctor::command(&args, env),
+        Command::Warmup(args) => warmup::command(&args, env),
+        Command::Cache(args) => cache::command(&args, env),
         Command::Sample(args) => sample::run(&args, env),
     }
 }

@@ -158,6 +158,15 @@ pub struct DeploymentArgs {
     /// Tokens of a rank that are dispatched at once; null: all.
     #[arg(long, value_name = "N")]
     pub chunk_tokens: Option<String>,
+    /// Where compiled kernels are kept; default: lockstep in the user's cache directory.
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<String>,
+    /// How ranks share that directory: per-rank or flat.
+    #[arg(long, value_name = "LAYOUT")]
+    pub cache_layout: Option<String>,
+    /// Fails where a kernel would have to be compiled.
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub require_warm: Option<String>,
     /// Sets any other key, as in timeouts.step_s=30; may be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<KeyValue>,
@@ -186,7 +195,7 @@ impl DeploymentArgs {
     /// What the command line sets, in the order in which it is applied: `--set` first, then the options of one key.
     #[must_use]
     pub fn overrides(&self) -> Vec<Override> {
-        let of_options: [(&str, &str, &Option<String>); 12] = [
+        let of_options: [(&str, &str, &Option<String>); 15] = [
             ("moe.backend", "--backend", &self.backend),
             ("moe.implementation", "--implementation", &self.implementation),
             ("moe.allow_fallback", "--allow-fallback", &self.allow_fallback),
@@ -199,6 +208,9 @@ impl DeploymentArgs {
             ("dispatch.combine_dtype", "--combine-dtype", &self.combine_dtype),
             ("dispatch.num_max_tokens_per_rank", "--num-max-tokens-per-rank", &self.num_max_tokens_per_rank),
             ("dispatch.chunk_tokens", "--chunk-tokens", &self.chunk_tokens),
+            ("jit.cache_dir", "--cache-dir", &self.cache_dir),
+            ("jit.layout", "--cache-layout", &self.cache_layout),
+            ("jit.require_warm", "--require-warm", &self.require_warm),
         ];
         let set = self.set.iter().map(|set| Override { key: set.key, option: "--set", text: set.text.clone() });
         let given = of_options

@@ -23,7 +23,7 @@ use crate::select::environment::EnvironmentError;
 use crate::select::fingerprint::FingerprintError;
 use crate::select::registry::Registry;
 use crate::select::{
-    DeploymentFacts, Digest, Environment, Fingerprint, Problem, SelectError, Selection, decide, resolve,
+    DeploymentFacts, Digest, Environment, Fingerprint, LayerDecision, Problem, SelectError, Selection, decide, resolve,
 };
 
 /// Says which implementation every layer would run, which others could, and why the rest refuse; needs no launcher.
@@ -179,7 +179,8 @@ pub fn command(args: &ResolveArgs, env: &EnvVars) -> Result<Exit, Failure> {
 /// # Errors
 /// As [`command`].
 pub fn resolved(args: &ResolveArgs, deployment: &Deployment) -> Result<Resolved, ResolveCommandError> {
-    let (problems, kept_unquantised) = problems(args, deployment)?;
+    let (layers, kept_unquantised) = layers(&args.model, &args.layers, deployment)?;
+    let problems: Vec<Problem> = layers.into_iter().map(|(problem, _)| problem).collect();
     let (facts, environments) = ranks(args, deployment)?;
     let registry = Registry::builtin();
     let selection = resolve(&problems, &facts, &environments, &registry).map_err(SelectError::from)?;
@@ -187,32 +188,43 @@ pub fn resolved(args: &ResolveArgs, deployment: &Deployment) -> Result<Resolved,
     Ok(Resolved { digest: fingerprint.digest(), kept_unquantised, selection, fingerprint })
 }
 
-/// What every layer asks of an implementation, and which are kept unquantised against the deployment.
-fn problems(args: &ResolveArgs, deployment: &Deployment) -> Result<(Vec<Problem>, Vec<u32>), ResolveCommandError> {
-    let path = PathBuf::from(&args.model);
+/// A layer of a model: what it asks of an implementation, and what it is to compute.
+pub(super) type ModelLayer = (Problem, LayerDecision);
+
+/// The layers of a checkpoint or a geometry, and which are kept unquantised against the deployment.
+pub(super) fn layers(
+    model: &str,
+    chosen: &LayerChoice,
+    deployment: &Deployment,
+) -> Result<(Vec<ModelLayer>, Vec<u32>), ResolveCommandError> {
+    let path = PathBuf::from(model);
     if !path.is_dir() {
-        let geometry = Geometry::from_str(&args.model, true)
-            .map_err(|_| ResolveCommandError::Model { model: args.model.clone() })?;
-        return Ok((vec![of_geometry(&SampleSpec::of(geometry), args, deployment)?], Vec::new()));
+        let geometry =
+            Geometry::from_str(model, true).map_err(|_| ResolveCommandError::Model { model: model.to_owned() })?;
+        return Ok((vec![of_geometry(&SampleSpec::of(geometry), chosen, deployment)?], Vec::new()));
     }
     let checkpoint = Checkpoint::open(&path)?;
-    let layers = match &args.layers {
+    let layers = match chosen {
         LayerChoice::All => None,
         LayerChoice::List(layers) => Some(layers.as_slice()),
     };
     let plans = plan::plan(&checkpoint, &Asked { layers, deployment, input_is_bf16: true, part: Part::Block })?;
     let kept = plans.iter().filter(|plan| plan.decision.kept_unquantised).map(|plan| plan.problem.layer.0).collect();
-    Ok((plans.into_iter().map(|plan| plan.problem).collect(), kept))
+    Ok((plans.into_iter().map(|plan| (plan.problem, plan.decision)).collect(), kept))
 }
 
-fn of_geometry(spec: &SampleSpec, args: &ResolveArgs, deployment: &Deployment) -> Result<Problem, ResolveCommandError> {
+fn of_geometry(
+    spec: &SampleSpec,
+    chosen: &LayerChoice,
+    deployment: &Deployment,
+) -> Result<ModelLayer, ResolveCommandError> {
     let facts = spec.layer_facts();
-    if args.layers != LayerChoice::All && args.layers != LayerChoice::List(vec![facts.layer]) {
+    if *chosen != LayerChoice::All && *chosen != LayerChoice::List(vec![facts.layer]) {
         return Err(ResolveCommandError::GeometryLayers { layer: facts.layer });
     }
     let geometry = spec.model()?.geometry;
     let decision = decide(&facts, &geometry, deployment, true)?;
-    Ok(Problem::new(&facts, &decision, &geometry))
+    Ok((Problem::new(&facts, &decision, &geometry), decision))
 }
 
 /// The world that the environment files describe; without any, the deployment's, of which nothing else is known.
@@ -268,9 +280,11 @@ mod tests {
             spec.fit_groups();
             let dir = tempfile::tempdir().expect("a directory");
             spec.clone().plan().expect("a plan").write(dir.path(), &|_| {}).expect("written");
-            let of_dir = problems(&args(&dir.path().display().to_string()), &Deployment::default()).expect("planned").0;
-            let of_spec = of_geometry(&spec, &args(""), &Deployment::default()).expect("planned");
-            assert_eq!(of_dir, [of_spec], "{}", geometry.name());
+            let dir = dir.path().display().to_string();
+            let of_dir = layers(&dir, &LayerChoice::All, &Deployment::default()).expect("planned").0;
+            let of_spec = of_geometry(&spec, &LayerChoice::All, &Deployment::default()).expect("planned");
+            assert_eq!(of_dir[0].0, of_spec.0, "{}", geometry.name());
+            assert_eq!(of_dir.len(), 1, "{}", geometry.name());
         }
     }
 

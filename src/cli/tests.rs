@@ -48,6 +48,16 @@ fn help_of_doctor() {
 }
 
 #[test]
+fn help_of_warmup() {
+    insta::assert_snapshot!(help::<warmup::WarmupArgs>("warmup"));
+}
+
+#[test]
+fn help_of_cache_prune() {
+    insta::assert_snapshot!(help::<cache::PruneArgs>("prune"));
+}
+
+#[test]
 fn help_of_sample() {
     insta::assert_snapshot!(help::<sample::SampleArgs>("sample"));
 }

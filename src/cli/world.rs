@@ -13,6 +13,7 @@ use crate::exit::{Classify, Exit, Known};
 use crate::facts::{self, FactsError};
 use crate::fault::{FaultError, Faults, Injected, Stage};
 use crate::ids::Rank;
+use crate::jit::cache;
 use crate::layer::agreement::{Topic, agree_on};
 use crate::select::fingerprint::{FingerprintError, StartBuilder};
 use crate::select::{Environment, Fingerprint, RankSet};
@@ -128,10 +129,16 @@ pub fn in_world(
 /// What `body` or joining fails with, after the other ranks have been told.
 pub fn with_world(env: &EnvVars, body: impl FnOnce(&World) -> Result<Exit, Failure>) -> Result<Exit, Failure> {
     install_panic_hook(|message| output::note(message));
-    end_on_signals(checkpoint::remove_unfinished).map_err(|source| StartError::Signals { source })?;
+    end_on_signals(remove_unfinished).map_err(|source| StartError::Signals { source })?;
     let world = join(env)?;
     let ended = body(&world);
     leave(world, ended)
+}
+
+/// Removes what is half-written, for a process that ends at once.
+fn remove_unfinished() {
+    checkpoint::remove_unfinished();
+    cache::remove_unfinished();
 }
 
 /// Says on one rank that the command line is wrong, and ends all of them.

@@ -9,7 +9,7 @@ use super::scalar::Scalar;
 use super::{Activations, Deployment, Payload, walk};
 
 /// Variables that Lockstep reads and that are no key of a deployment.
-const OTHER_VARIABLES: [&str; 3] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT"];
+const OTHER_VARIABLES: [&str; 4] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT", "LOCKSTEP_NVRTC"];
 
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]

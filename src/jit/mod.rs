@@ -4,9 +4,11 @@
 //! has a [`Key`]. It knows nothing of GPUs: a cubin is made and kept on machines without one.
 
 mod arch;
+pub mod cache;
 pub mod kernels;
 mod key;
 mod nvrtc;
+pub mod prepare;
 mod request;
 mod source;
 #[cfg(test)]
@@ -16,6 +18,7 @@ mod usage;
 pub use arch::{Arch, ParseArchError};
 pub use key::{Key, KeyParts};
 pub use nvrtc::{Compiled, Compiler, CompilerId, NvrtcError};
+pub use prepare::{JitError, PrepareSettings, Prepared, prepare};
 pub use request::{Define, KernelRequest};
 pub use source::{Header, KernelSource};
 pub use usage::Usage;

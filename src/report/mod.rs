@@ -2,7 +2,7 @@
 
 mod table;
 
-pub use table::new_table;
+pub use table::{bytes, new_table};
 
 use serde::{Deserialize, Serialize};
 

@@ -75,6 +75,22 @@ impl World {
             std::thread::sleep(4 * GRACE);
         }
         let Phase { name, limit } = self.phase.get();
+        let work = self.work.borrow();
+        let known: Vec<String> = missing
+            .iter()
+            .filter_map(|rank| work.iter().find(|(busy, _)| busy == rank))
+            .map(|(rank, work)| format!("{rank} still {work}"))
+            .collect();
+        if !missing.is_empty() && known.len() == missing.len() {
+            last_words(&format!(
+                "{} after {} s, the limit of phase {name}, where {} wait{}. If it is only slow, raise timeouts.{name}_s",
+                known.join(", "),
+                limit.as_secs(),
+                Ranks(&waiting),
+                if waiting.len() == 1 { "s" } else { "" },
+            ));
+            abort_job(Exit::PeerFailed)
+        }
         last_words(&format!(
             "{} not come to the {operation} of phase {name} within {} s, where {} wait{}: stuck or gone. \
              If the work is only slow, raise timeouts.{name}_s",

@@ -101,6 +101,8 @@ pub struct World {
     round_bytes: usize,
     exchanged: RefCell<Exchanged>,
     roll: Roll,
+    /// What ranks are known to do while the others wait.
+    work: RefCell<Vec<(Rank, String)>>,
     faults: Faults,
 }
 
@@ -148,6 +150,7 @@ impl World {
             round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
             roll: Roll::new(size),
+            work: RefCell::default(),
             faults,
         };
         world.apply_settings();
@@ -209,6 +212,12 @@ impl World {
     pub fn enter(&self, phase: Phase) {
         tracing::debug!(phase = phase.name, limit_s = phase.limit.as_secs(), "phase");
         self.phase.set(phase);
+    }
+
+    /// Says what some ranks do next while the others wait for them, such as `compiling X`: should the limit pass, the message
+    /// names it. Holds until it is said anew.
+    pub fn expect_work(&self, work: Vec<(Rank, String)>) {
+        self.work.replace(work);
     }
 
     /// What faults change rather than break: the host's name, the size of a piece of an exchange.

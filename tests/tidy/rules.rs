@@ -19,7 +19,7 @@ const DOORS: &[Door] = &[
     Door {
         rule: "files",
         words: &["std::fs", "fs::File", "OpenOptions", "tempfile", "NamedTempFile"],
-        keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/options.rs"],
+        keepers: &["src/checkpoint/", "src/sample/", "src/host.rs", "src/cli/options.rs", "src/jit/cache/"],
     },
     Door { rule: "environment", words: &["std::env", "env::var", "env::vars"], keepers: &["src/env.rs"] },
     Door { rule: "cuda", words: &["cudarc"], keepers: &["src/cuda/"] },

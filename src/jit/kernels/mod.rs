@@ -6,11 +6,23 @@ pub use quantise::{QuantiseArguments, QuantiseVariant};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
+use crate::select::Problem;
 
 /// Every variant of every kernel for an architecture, for those who compile all of them.
 #[must_use]
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     QuantiseVariant::ALL.map(|variant| variant.request(arch)).to_vec()
+}
+
+/// The kernels that a layer needs: they follow from the layer alone, so that their number does not grow with tokens.
+///
+/// The products themselves are not among them yet: no backend of this build runs on GPUs.
+#[must_use]
+pub fn for_layer(problem: &Problem, arch: Arch) -> Vec<KernelRequest> {
+    let of_shared = problem.shared.is_some_and(|shared| shared.quantised_activations);
+    let quantises = problem.quantisation.quantised_activations || of_shared;
+    // bf16 hidden states; the latent and FC2's input are f32.
+    if quantises { QuantiseVariant::ALL.map(|variant| variant.request(arch)).to_vec() } else { Vec::new() }
 }
 
 #[cfg(test)]
