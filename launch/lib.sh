@@ -73,3 +73,34 @@ find_cargo() {
     cargo=(rustup run stable cargo)
     is_new_enough "${cargo[@]}" || fail 3 "rustup's stable toolchain is older than Rust $(wanted_rust); run: rustup update stable"
 }
+
+# NVRTC as NVIDIA publishes it on PyPI, for those who compile kernels where there is no CUDA: one version, checked by its hash.
+nvrtc_version=13.0.88
+nvrtc_sha256=ad9b6d2ead2435f11cbb6868809d2adeeee302e9bb94bcf0539c7a40d80e8575
+
+# find_nvrtc: sets LOCKSTEP_NVRTC to a directory with NVRTC unless it is set already: one fetched earlier, or fetched now.
+# Says why and fails where it can't be had.
+find_nvrtc() {
+    [ -z "${LOCKSTEP_NVRTC:-}" ] || return 0
+    local dir fetched python=python3
+    dir=${CARGO_TARGET_DIR:-$root/target}/nvrtc/$nvrtc_version
+    if ! [ -e "$dir/nvidia/cu13/lib/libnvrtc.so.13" ]; then
+        [ "$(uname -m)" = x86_64 ] || { say "no NVRTC: the pinned package is for x86_64"; return 1; }
+        "$python" -m pip --version >/dev/null 2>&1 || { say "no NVRTC: python3 has no pip to fetch it with"; return 1; }
+        fetched=$(mktemp -d)
+        say "fetching NVRTC $nvrtc_version from PyPI (90 MB)"
+        printf 'nvidia-cuda-nvrtc==%s --hash=sha256:%s\n' "$nvrtc_version" "$nvrtc_sha256" >"$fetched/requirements.txt"
+        if ! "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes \
+            --dest "$fetched" --requirement "$fetched/requirements.txt" >&2 ||
+            ! "$python" -m zipfile -e "$fetched"/*.whl "$fetched/unpacked"; then
+            rm -rf "$fetched"
+            say "no NVRTC: it could not be fetched from PyPI"
+            return 1
+        fi
+        mkdir -p "$(dirname "$dir")"
+        rm -rf "$dir"
+        mv "$fetched/unpacked" "$dir"
+        rm -rf "$fetched"
+    fi
+    export LOCKSTEP_NVRTC=$dir/nvidia/cu13/lib
+}

@@ -11,7 +11,8 @@ Usage: launch/test.sh [ARGUMENTS OF THE TEST RUNNER...]
 
 Checks formatting, lints (warnings are errors), documentation, and shell scripts, then runs all tests: with cargo nextest
 where it is there, else with cargo test. Ends in the runner's own summary. Needs Open MPI, and shellcheck, which it
-installs where it is missing.
+installs where it is missing. Kernels are compiled with the NVRTC that LOCKSTEP_NVRTC names, else with one fetched from
+PyPI into target/nvrtc; where neither is to be had, the tests that compile say so and pass.
 EOF
     exit 0
 fi
@@ -29,6 +30,14 @@ step shell scripts
 command -v shellcheck >/dev/null || install_missing shellcheck
 command -v shellcheck >/dev/null || fail 3 "shellcheck is not there; install it and run this again"
 shellcheck --external-sources launch/*.sh .ci/run
+
+step NVRTC
+if find_nvrtc; then
+    # What is there has to work: tests that compile kernels fail instead of passing without having compiled.
+    export LOCKSTEP_TEST_NVRTC=required
+else
+    say "tests that compile kernels are skipped; put libnvrtc.so.13 on LD_LIBRARY_PATH, or name its directory in LOCKSTEP_NVRTC"
+fi
 
 # More ranks than cores: waiting ranks have to yield.
 export OMPI_MCA_mpi_yield_when_idle=1

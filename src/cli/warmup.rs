@@ -17,7 +17,7 @@ use super::resolve::{self, ModelLayer};
 use super::values::LayerChoice;
 use super::world::{StartError, with_world};
 use crate::config::Effective;
-use crate::cuda::Devices;
+use crate::cuda::{Devices, Driver};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::jit::cache::{Cache, Place};
@@ -68,8 +68,13 @@ fn arch(text: &str) -> Result<Arch, ParseArchError> {
 #[derive(Debug, thiserror::Error)]
 pub enum WarmupError {
     /// No `--arch` and no GPU.
-    #[error("no GPU is visible, and --arch does not say what to compile for; give --arch, as in --arch sm_90a")]
-    NoArch,
+    #[error(
+        "no GPU is visible ({driver}), and --arch does not say what to compile for; give --arch, as in --arch sm_90a"
+    )]
+    NoArch {
+        /// What there is of a driver.
+        driver: Driver,
+    },
     /// A GPU without kernels.
     #[error("{name} has compute capability {capability}, which no kernel is made for; give --arch")]
     Capability {
@@ -116,7 +121,8 @@ fn archs(args: &WarmupArgs) -> Result<Vec<Arch>, WarmupError> {
         return Ok(args.arch.clone());
     }
     let mut archs = Vec::new();
-    for device in Devices::probe().devices {
+    let Devices { driver, devices } = Devices::probe();
+    for device in devices {
         let capability = device.compute_capability;
         let none = || WarmupError::Capability { name: device.name.clone(), capability: capability.to_string() };
         let arch = Arch::of(capability).ok_or_else(none)?;
@@ -124,7 +130,7 @@ fn archs(args: &WarmupArgs) -> Result<Vec<Arch>, WarmupError> {
             archs.push(arch);
         }
     }
-    if archs.is_empty() { Err(WarmupError::NoArch) } else { Ok(archs) }
+    if archs.is_empty() { Err(WarmupError::NoArch { driver }) } else { Ok(archs) }
 }
 
 fn requests(layers: &[ModelLayer], archs: &[Arch]) -> Vec<KernelRequest> {

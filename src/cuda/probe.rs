@@ -48,6 +48,17 @@ pub enum Driver {
     },
 }
 
+impl fmt::Display for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absent => f.write_str("there is no CUDA driver (libcuda.so.1)"),
+            Self::Old { missing } => write!(f, "the CUDA driver is too old: it lacks {}", missing.join(", ")),
+            Self::Broken { code, text } => write!(f, "the CUDA driver does not start ({code}: {text})"),
+            Self::Present { version } => write!(f, "the CUDA driver serves CUDA {version}"),
+        }
+    }
+}
+
 /// A GPU that this process sees.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceFacts {

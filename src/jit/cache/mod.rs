@@ -108,7 +108,7 @@ impl Cache {
             let written = match &self.own {
                 Some(own) => publish::publish(own, &entry, artefact, &self.host).map_err(|error| {
                     let root = self.root.as_deref().unwrap_or(own);
-                    format!("kernels can't be kept below {}: {error}", root.display())
+                    format!("kernels can't be kept below {} ({})", root.display(), error.reason())
                 }),
                 None => Err("there is no directory for kernels: neither HOME nor XDG_CACHE_HOME is set".to_owned()),
             };
@@ -118,7 +118,7 @@ impl Cache {
         if let Some(private) = &self.private
             && let Err(error) = publish::publish(private.path(), &entry, artefact, &self.host)
         {
-            let note = format!("kernels can't be kept below {} either: {error}", private.path().display());
+            let note = format!("kernels can't be kept in a private directory either ({})", error.reason());
             self.note(note);
         }
     }

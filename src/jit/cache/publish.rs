@@ -16,12 +16,19 @@ const DAMAGED: &str = "damaged.";
 
 /// What goes wrong, with what it went wrong with.
 #[derive(Debug, thiserror::Error)]
-#[error("{operation} {}: {source}", path.display())]
+#[error("{operation} {}", path.display())]
 pub(super) struct PublishError {
     operation: &'static str,
     path: PathBuf,
     #[source]
     source: io::Error,
+}
+
+impl PublishError {
+    /// Without the path, in which ranks differ: what ranks say alike is said once.
+    pub(super) fn reason(&self) -> String {
+        format!("{}: {}", self.operation, self.source)
+    }
 }
 
 fn failed(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> PublishError {

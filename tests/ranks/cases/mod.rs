@@ -7,6 +7,7 @@ mod b_shapes;
 mod c_numerics;
 pub(crate) mod d_files;
 mod d_layout;
+mod f_cache;
 mod g_death;
 mod h_determinism;
 mod i_yaml;

@@ -84,6 +84,13 @@ impl Job {
         self
     }
 
+    /// Replaces a word of the command line.
+    pub fn word(mut self, word: &str, other: &str) -> Self {
+        let found = self.args.iter_mut().find(|known| *known == word);
+        *found.unwrap_or_else(|| panic!("no {word} to replace")) = other.into();
+        self
+    }
+
     /// The same job on so many ranks.
     pub fn ranks(mut self, ranks: usize) -> Self {
         self.ranks = Some(ranks);
