@@ -224,7 +224,9 @@ impl Job<'_> {
 
     fn compile_one(&self, cache: &Cache, idx: usize) -> Result<Artefact, JitError> {
         let (request, parts) = (&self.requests[idx], self.parts[idx].clone());
-        let Some(compiler) = &self.compiler else { return Err(JitError::no_compiler(&[request.clone()], cache, None)) };
+        let Some(compiler) = &self.compiler else {
+            return Err(JitError::no_compiler(std::slice::from_ref(request), cache, None));
+        };
         let changes = cache.changes(&parts);
         let what = request.describe();
         let why = if changes.is_empty() { "none is cached".to_owned() } else { changes.join(", ") };
