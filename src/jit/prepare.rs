@@ -287,3 +287,6 @@ pub fn default_dir(xdg_cache_home: Option<&str>, home: Option<&str>) -> Option<S
     let of_user = xdg_cache_home.map(str::to_owned).or_else(|| home.map(|home| format!("{home}/.cache")));
     of_user.map(|dir| Path::new(&dir).join("lockstep").display().to_string())
 }
+
+#[cfg(test)]
+mod tests;
