@@ -224,7 +224,9 @@ impl Job<'_> {
 
     fn compile_one(&self, cache: &Cache, idx: usize) -> Result<Artefact, JitError> {
         let (request, parts) = (&self.requests[idx], self.parts[idx].clone());
-        let Some(compiler) = &self.compiler else { return Err(JitError::no_compiler(&[request.clone()], cache, None)) };
+        let Some(compiler) = &self.compiler else {
+            return Err(JitError::no_compiler(std::slice::from_ref(request), cache, None));
+        };
         let changes = cache.changes(&parts);
         let what = request.describe();
         let why = if changes.is_empty() { "none is cached".to_owned() } else { changes.join(", ") };
@@ -285,3 +287,6 @@ pub fn default_dir(xdg_cache_home: Option<&str>, home: Option<&str>) -> Option<S
     let of_user = xdg_cache_home.map(str::to_owned).or_else(|| home.map(|home| format!("{home}/.cache")));
     of_user.map(|dir| Path::new(&dir).join("lockstep").display().to_string())
 }
+
+#[cfg(test)]
+mod tests;

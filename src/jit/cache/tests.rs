@@ -104,7 +104,8 @@ fn the_shared_layer_is_read_and_never_written() {
 fn every_damage_is_found_set_aside_and_said_once() {
     let made = one();
     let entry = format!("kernel.k.{}", made.key());
-    let cases: [(&str, fn(&Path)); 9] = [
+    type Damage = fn(&Path);
+    let cases: [(&str, Damage); 9] = [
         ("kernel.cubin has 4999 bytes, 5000 were written", |dir| {
             fs::write(dir.join("kernel.cubin"), vec![7; 4999]).expect("written");
         }),

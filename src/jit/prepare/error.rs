@@ -38,7 +38,7 @@ pub enum JitError {
         kernels: String,
         /// Why this rank has none.
         #[source]
-        source: Option<NvrtcError>,
+        source: Option<Box<NvrtcError>>,
     },
     /// Compilers of two builds.
     #[error(
@@ -93,7 +93,7 @@ impl JitError {
     }
 
     pub(super) fn no_compiler(wanted: &[KernelRequest], cache: &Cache, source: Option<NvrtcError>) -> Self {
-        Self::NoCompiler { dir: looked_in(cache), kernels: described(wanted), source }
+        Self::NoCompiler { dir: looked_in(cache), kernels: described(wanted), source: source.map(Box::new) }
     }
 
     /// `[rank]`: the build of each rank's compiler, empty where it has none.

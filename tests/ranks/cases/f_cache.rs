@@ -18,6 +18,7 @@ use crate::support::run::Work;
 const NUM_KERNELS: usize = 2;
 
 /// Where NVRTC is, as the binary under test is to be told; none: the test is skipped.
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn nvrtc() -> Option<Option<String>> {
     let setting = std::env::var("LOCKSTEP_NVRTC").ok();
     match Compiler::load(setting.as_deref()) {
@@ -266,6 +267,7 @@ fn f5_nowhere_to_write() {
 }
 
 /// Runs a shell line in a mount namespace of its own, where it may mount; `None` where the system forbids that.
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 fn with_mounts(warmup: &Warmup, line: &str) -> Option<std::process::Output> {
     let allowed = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "none", "/mnt"]).output();
     if !allowed.is_ok_and(|output| output.status.success()) {
