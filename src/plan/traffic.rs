@@ -127,13 +127,13 @@ mod tests {
         ] {
             let reach = Reach { num_experts, num_topk: 3, num_groups: 1, topk_group: 1 };
             let flows = flows(Placement::new(num_experts, node_of_rank.len()), &reach, &node_of_rank);
-            let pairs: [(fn(&Flow) -> f64, fn(&Flow) -> f64); 4] = [
-                (|flow| flow.tokens_sent.scale_up, |flow| flow.tokens_received.scale_up),
-                (|flow| flow.tokens_sent.scale_out, |flow| flow.tokens_received.scale_out),
-                (|flow| flow.slots_sent.scale_up, |flow| flow.slots_received.scale_up),
-                (|flow| flow.slots_sent.scale_out, |flow| flow.slots_received.scale_out),
+            let pairs: [[fn(&Flow) -> f64; 2]; 4] = [
+                [|flow| flow.tokens_sent.scale_up, |flow| flow.tokens_received.scale_up],
+                [|flow| flow.tokens_sent.scale_out, |flow| flow.tokens_received.scale_out],
+                [|flow| flow.slots_sent.scale_up, |flow| flow.slots_received.scale_up],
+                [|flow| flow.slots_sent.scale_out, |flow| flow.slots_received.scale_out],
             ];
-            for (sent, received) in pairs {
+            for [sent, received] in pairs {
                 assert!((sum(&flows, sent) - sum(&flows, received)).abs() < 1e-9, "{node_of_rank:?}");
             }
             for flow in &flows {

@@ -1,3 +1,5 @@
+//! Images taken apart as the kernels do it, against the weights they were made of.
+
 use proptest::prelude::*;
 
 use super::*;
