@@ -127,7 +127,8 @@ mod tests {
         ] {
             let reach = Reach { num_experts, num_topk: 3, num_groups: 1, topk_group: 1 };
             let flows = flows(Placement::new(num_experts, node_of_rank.len()), &reach, &node_of_rank);
-            let pairs: [[fn(&Flow) -> f64; 2]; 4] = [
+            type Of = fn(&Flow) -> f64;
+            let pairs: [[Of; 2]; 4] = [
                 [|flow| flow.tokens_sent.scale_up, |flow| flow.tokens_received.scale_up],
                 [|flow| flow.tokens_sent.scale_out, |flow| flow.tokens_received.scale_out],
                 [|flow| flow.slots_sent.scale_up, |flow| flow.slots_received.scale_up],
