@@ -18,7 +18,7 @@ use super::session::SessionOptions;
 /// Finds or compiles them, and puts their keys into what all ranks compare; collective. None where no layer runs on GPUs.
 ///
 /// # Errors
-/// The same on all ranks: see [`crate::jit::prepare`].
+/// The same on all ranks: see [`crate::jit::prepare()`].
 pub(super) fn prepare(
     world: &World,
     options: &SessionOptions<'_>,

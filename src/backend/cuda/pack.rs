@@ -100,7 +100,7 @@ pub struct Image {
 /// If the two are of different formats, in f32, or hold a NaN scale.
 ///
 /// # Panics
-/// If their shapes differ, or 16 does not divide their rows: [`super::super::checks`] refuses both before.
+/// If their shapes differ, or 16 does not divide their rows: the backend's checks refuse both before.
 pub fn pack_fc1(gate: &Projection, up: &Projection) -> Result<Image, PackError> {
     assert_eq!(
         (gate.out_features, gate.in_features),
