@@ -127,15 +127,15 @@ mod tests {
         ] {
             let reach = Reach { num_experts, num_topk: 3, num_groups: 1, topk_group: 1 };
             let flows = flows(Placement::new(num_experts, node_of_rank.len()), &reach, &node_of_rank);
-            type Of = fn(&Flow) -> f64;
-            let pairs: [[Of; 2]; 4] = [
-                [|flow| flow.tokens_sent.scale_up, |flow| flow.tokens_received.scale_up],
-                [|flow| flow.tokens_sent.scale_out, |flow| flow.tokens_received.scale_out],
-                [|flow| flow.slots_sent.scale_up, |flow| flow.slots_received.scale_up],
-                [|flow| flow.slots_sent.scale_out, |flow| flow.slots_received.scale_out],
-            ];
-            for [sent, received] in pairs {
-                assert!((sum(&flows, sent) - sum(&flows, received)).abs() < 1e-9, "{node_of_rank:?}");
+            let all_sent =
+                |of: fn(&ByLink) -> f64| [sum(&flows, |f| of(&f.tokens_sent)), sum(&flows, |f| of(&f.slots_sent))];
+            let all_received = |of: fn(&ByLink) -> f64| {
+                [sum(&flows, |f| of(&f.tokens_received)), sum(&flows, |f| of(&f.slots_received))]
+            };
+            for link in [(|by| by.scale_up) as fn(&ByLink) -> f64, |by| by.scale_out] {
+                for (sent, received) in all_sent(link).into_iter().zip(all_received(link)) {
+                    assert!((sent - received).abs() < 1e-9, "{node_of_rank:?}: {sent} sent, {received} received");
+                }
             }
             for flow in &flows {
                 assert!((flow.slots_sent.total() - 3.0).abs() < 1e-12, "every slot is computed once");
