@@ -209,7 +209,7 @@ mod tests {
         );
         insta::assert_snapshot!(
             too_late(load(), "all-to-all of rows", None, (&here[..1], &[Rank(1), Rank(2)])),
-            @"ranks 1, 2 have not come to the all-to-all of rows of phase load within 4 s, where rank 0 waits: stuck or gone. If the work is only slow, raise timeouts.load_s"
+            @"ranks 1-2 have not come to the all-to-all of rows of phase load within 4 s, where rank 0 waits: stuck or gone. If the work is only slow, raise timeouts.load_s"
         );
         insta::assert_snapshot!(
             too_late(load(), "all-gather", None, (&[Rank(0), Rank(1), Rank(2)], &[])),

@@ -286,7 +286,7 @@ fn hazard_11_versions_that_change_numbers() {
         ("gpu=9.0,NVIDIA H200", "gpu=10.3,NVIDIA GB300", "versions.compute_capability", "9.0", "10.3"),
     ] {
         let job = set.run(3).env("LOCKSTEP_FAULT", &format!("*:start:{all};1:start:{one}"));
-        let sides = format!("{field}: {value} on ranks 0, 2, {other} on rank 1");
+        let sides = format!("{field}: {value} on ranks 0, 2; {other} on rank 1");
         disagrees(&job, &[&sides, "the same build, libraries"]);
     }
     let job = set.run(2).env("LOCKSTEP_FAULT", "1:start:library=nvrtc,13.0.88");
@@ -305,8 +305,8 @@ fn hazard_11_versions_that_change_no_numbers() {
     let job = set.run(3).env("LOCKSTEP_FAULT", &format!("{all};{one}"));
     let outcome = job.run().expect_code(0);
     for line in [
-        "compared.gpu: NVIDIA H200 on ranks 0, 2, NVIDIA H100 on rank 1",
-        "compared.driver: 580.95.05 on ranks 0, 2, 570.86.10 on rank 1",
+        "compared.gpu: NVIDIA H200 on ranks 0, 2; NVIDIA H100 on rank 1",
+        "compared.driver: 580.95.05 on ranks 0, 2; 570.86.10 on rank 1",
         "Open MPI v4.1.5 on rank 1",
     ] {
         assert_eq!(outcome.stderr.matches(line).count(), 1, "{line}: {}", outcome.printed());
