@@ -171,6 +171,12 @@ impl EnvVars {
         self.ours("LOCKSTEP_FAULT").filter(|fault| !fault.is_empty())
     }
 
+    /// `LOCKSTEP_NCCL`: what carries bytes between GPUs, by its library or the directory that this lies in.
+    #[must_use]
+    pub fn nccl(&self) -> Option<&str> {
+        self.ours("LOCKSTEP_NCCL").filter(|path| !path.is_empty())
+    }
+
     /// `LOCKSTEP_NVRTC`: the compiler of kernels, by its library or the directory that this lies in.
     #[must_use]
     pub fn nvrtc(&self) -> Option<&str> {

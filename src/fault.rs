@@ -22,6 +22,10 @@ pub enum Stage {
     Load,
     /// While kernels are compiled.
     Compile,
+    /// Before a rank opens what its transport needs.
+    Transport,
+    /// Before a rank joins the others over its transport, which then wait for it.
+    Join,
     /// Before a chunk is dispatched.
     Dispatch,
     /// Before a chunk's rows are computed.
@@ -90,9 +94,9 @@ impl Classify for Injected {
 /// `LOCKSTEP_FAULT` can't be read.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
-    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, dispatch, experts, \
-     combine, write and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
-     host=NAME, drift, poison, stale; correct or unset it"
+    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, transport, join, \
+     dispatch, experts, combine, write and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, \
+     round_bytes=N, host=NAME, drift, poison, stale; correct or unset it"
 )]
 pub struct FaultError {
     text: String,
@@ -104,11 +108,13 @@ impl Classify for FaultError {
     }
 }
 
-const STAGES: [(&str, Stage); 8] = [
+const STAGES: [(&str, Stage); 10] = [
     ("init", Stage::Init),
     ("start", Stage::Start),
     ("load", Stage::Load),
     ("compile", Stage::Compile),
+    ("transport", Stage::Transport),
+    ("join", Stage::Join),
     ("dispatch", Stage::Dispatch),
     ("experts", Stage::Experts),
     ("combine", Stage::Combine),

@@ -99,6 +99,8 @@ pub struct Started {
     pub gpu_ordinal: u32,
     /// Where kernels are kept and what compiles them.
     pub jit: JitOptions,
+    /// NCCL, or the directory that it lies in; absent: where the loader finds it.
+    pub nccl: Option<String>,
     /// What this rank is.
     pub environment: Environment,
 }
@@ -200,7 +202,8 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     let gpu_ordinal = facts::gpu_ordinal(world);
     let cache_dir = cache_dir(&effective, env).map(Into::into);
     let jit = JitOptions { cache_dir, nvrtc: env.nvrtc().map(str::to_owned) };
-    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, environment }))
+    let nccl = env.nccl().map(str::to_owned);
+    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, nccl, environment }))
 }
 
 /// Compared before anything is decided from it.

@@ -3,12 +3,12 @@
 //! A key's environment variable is `LOCKSTEP_` and the last segment of its path in capitals. `version` has none: it
 //! says how the file is to be read.
 
-use crate::near::{nearest, normalised};
 use super::scalar::{Scalar, ScalarError};
 use super::{
     Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, Deployment, Device, Dispatch, Jit,
     Links, Log, LogFormat, Moe, Payload, Timeouts, Transport,
 };
+use crate::near::{nearest, normalised};
 use crate::numerics::activation::Activation;
 
 /// The form of the file that this build reads.

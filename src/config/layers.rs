@@ -4,9 +4,9 @@ use std::fmt;
 
 use super::error::ConfigError;
 use super::keys::{KEYS, Key};
-use crate::near::nearest;
 use super::scalar::Scalar;
 use super::{Activations, Deployment, Payload, walk};
+use crate::near::nearest;
 
 /// Variables that Lockstep reads and that are no key of a deployment.
 const OTHER_VARIABLES: [&str; 4] = ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT", "LOCKSTEP_NVRTC"];

@@ -4,9 +4,9 @@
 
 use super::error::{ConfigError, Place};
 use super::keys::{KEYS, Key};
-use crate::near::{nearest, normalised};
 use super::scalar::Scalar;
 use super::tree::{self, Entry, Node, Value};
+use crate::near::{nearest, normalised};
 
 /// No deployment is near this; a checkpoint given by mistake is.
 const MAX_BYTES: usize = 1 << 20;

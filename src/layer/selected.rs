@@ -9,6 +9,7 @@ use crate::select::{DeploymentFacts, Fingerprint, LayerSelection, SelectError, S
 use crate::world::World;
 
 use super::agreement::{self, Topic};
+use super::carriers::Carriers;
 use super::plan::LayerPlan;
 use super::session::{SessionOptions, payload_form, row_form};
 use super::{LayerError, MoeLayer};
@@ -84,8 +85,14 @@ impl Selected {
     ///
     /// # Errors
     /// The same on all ranks: if they differ.
-    pub fn agree_on_loaded(&self, world: &World, layers: &[MoeLayer]) -> Result<Fingerprint, LayerError> {
+    pub fn agree_on_loaded(
+        &self,
+        world: &World,
+        layers: &[MoeLayer],
+        carriers: &Carriers,
+    ) -> Result<Fingerprint, LayerError> {
         let mut fields = self.fields.clone();
+        fields.capacity("staging_piece_bytes", carriers.piece_bytes() as u64);
         layers.iter().for_each(|layer| add_loaded(&mut fields, layer));
         let fingerprint = agreement::agree_on(world, SESSION, fields.finish())?;
         if world.is_root() {
@@ -97,8 +104,8 @@ impl Selected {
 
 fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
     let dispatch = &options.deployment.dispatch;
-    let declared = super::session::capacity_of(&options.deployment).max_tokens_at_once();
-    let at_once = options.num_tokens.map_or(declared, |tokens| tokens.min(declared));
+    let capacity = super::session::capacity_of(&options.deployment);
+    let at_once = super::session::tokens_at_once(capacity, options.num_tokens);
     fields
         .capacity("num_max_tokens_per_rank", dispatch.num_max_tokens_per_rank as u64)
         .capacity("tokens_at_once", at_once as u64)
@@ -132,6 +139,7 @@ fn add_layouts(fields: &mut SessionBuilder, selection: &Selection) {
 /// What every rank has of a layer: its experts' own scales are with their ranks alone.
 fn add_loaded(fields: &mut SessionBuilder, layer: &MoeLayer) {
     let mut of_layer = fields.layer(layer.decision.layer);
+    of_layer.travel("carrier", layer.transport.carrier.name());
     of_layer.scale("fc1_input", layer.input_scale);
     if let Some(bias) = &layer.router.bias {
         of_layer.scales("router_bias", bias.iter().copied());

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::identity::{Identity, Part};
-use crate::near::{did_you_mean, near};
 use super::registry::Registry;
 use crate::exit::{Classify, Exit};
+use crate::near::{did_you_mean, near};
 
 /// Why a query addresses no implementation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

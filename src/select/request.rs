@@ -4,10 +4,10 @@ use std::fmt;
 
 use super::deployment::DeploymentFacts;
 use super::identity::Identity;
-use crate::near::near;
 use super::query::Query;
 use super::registry::{AUTO, Registry};
 use super::resolve::ResolveError;
+use crate::near::near;
 
 /// What was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use mpi::datatype::{Partition, PartitionMut};
 use mpi::traits::CommunicatorCollectives;
 
-use super::World;
+use super::{Exchanged, World};
 use crate::ids::Rank;
 
 /// Bytes for every rank, one run a rank, in rank order.
@@ -160,10 +160,11 @@ impl World {
             };
             counts.iter().enumerate().map(of_peer).sum()
         };
-        let mut exchanged = self.exchanged.borrow_mut();
-        exchanged.sent_bytes += others(send_counts);
-        exchanged.received_bytes += others(recv_counts);
-        exchanged.rounds += rounds as u64;
+        self.count_carried(Exchanged {
+            sent_bytes: others(send_counts),
+            received_bytes: others(recv_counts),
+            rounds: rounds as u64,
+        });
     }
 }
 

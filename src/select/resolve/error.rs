@@ -4,7 +4,6 @@ use std::fmt;
 
 use super::super::candidate::Candidate;
 use super::super::identity::Identity;
-use crate::near::did_you_mean;
 use super::super::problem::{ProblemError, Quantisation, counted, list};
 use super::super::query::QueryError;
 use super::super::ranks::{Layers, RankSet};
@@ -13,6 +12,7 @@ use super::super::request::Request;
 use super::show::Trail;
 use crate::exit::{Classify, Exit};
 use crate::ids::LayerIdx;
+use crate::near::did_you_mean;
 
 /// Why there is no selection.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
