@@ -68,6 +68,14 @@ pub enum Verdict {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trail(Vec<(RankSet, String)>);
 
+impl Trail {
+    /// For a log, where a line is an event.
+    #[must_use]
+    pub fn on_one_line(&self) -> String {
+        self.0.iter().map(|(ranks, text)| format!("{ranks}: {text}")).collect::<Vec<_>>().join("; ")
+    }
+}
+
 impl fmt::Display for Trail {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|(ranks, text)| write!(f, "\n    {ranks}: {text}"))
@@ -145,6 +153,7 @@ mod tests {
             panic!("auto gives it up")
         };
         assert_eq!(trail.to_string(), "\n    ranks 1, 3: no NCCL\n    rank 4: late");
+        assert_eq!(trail.on_one_line(), "ranks 1, 3: no NCCL; rank 4: late");
         let refused = judge(Transport::Nccl, Transport::Nccl, &reports).unwrap_err();
         assert_eq!(
             refused.to_string(),

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::rc::Rc;
+use std::time::Instant;
 
 use crate::dispatch::capacity::{Capacity, CapacityError, Chunks};
 use crate::dispatch::carrier::{Carrier, CarryError};
@@ -141,12 +142,8 @@ impl TokenTransport {
         let num_received: Vec<usize> =
             world.all_to_all_u64(&counts).iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect();
         let (bytes, sent_quant) = self.pack(&layout, (&plan, slots), values);
-        let received = self.carrier.all_to_all_bytes(
-            world,
-            Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) },
-            &scaled(&num_received, row_bytes),
-            chunk_tokens * row_bytes,
-        )?;
+        let send = Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) };
+        let received = self.carry(world, send, &scaled(&num_received, row_bytes), chunk_tokens * row_bytes)?;
         drop(bytes);
         let (compute, weights, tokens) = self.unpack(&layout, &received, world.rank());
         let num_remote: usize =
@@ -190,13 +187,28 @@ impl TokenTransport {
         };
         let num_home = scaled(&self.mode.rows_from(&handle.dispatch), row_bytes);
         let send = Parts { bytes: &bytes, counts: &scaled(&num_back, row_bytes) };
-        let home = self.carrier.all_to_all_bytes(world, send, &num_home, max_rows * row_bytes)?;
+        let home = self.carry(world, send, &num_home, max_rows * row_bytes)?;
         let returned: Vec<&[u8]> = runs(&home, &num_home);
         match self.mode {
             CombineMode::Slot => combine::add_slots(&returned, self.placement, slots, self.row_form, out),
             CombineMode::Rank => combine::add_sums(&returned, &handle.dispatch, self.row_form, out),
         }
         Ok(())
+    }
+
+    /// The bytes of all ranks to where they belong, timed for the log.
+    fn carry(
+        &self,
+        world: &World,
+        send: Parts<'_>,
+        recv_counts: &[usize],
+        max_run_bytes: usize,
+    ) -> Result<Vec<u8>, CarryError> {
+        let (begin, before) = (Instant::now(), world.exchanged().sent_bytes);
+        let received = self.carrier.all_to_all_bytes(world, send, recv_counts, max_run_bytes)?;
+        let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
+        tracing::debug!(carrier = self.carrier.name(), sent_bytes, us, "carried");
+        Ok(received)
     }
 
     fn layout(&self, num_topk: usize) -> TokenLayout {

@@ -165,7 +165,8 @@ fn agreed(world: &World, asked: Transport, reports: &[Report]) -> Result<Option<
 fn say_given_up(world: &World, trail: &Trail) {
     if world.is_root() {
         let (nccl, host) = (Transport::Nccl.name(), Transport::Host.name());
-        tracing::warn!("tokens travel over {host} and not over {nccl}, which can't be built on every rank:{trail}");
+        let why = trail.on_one_line();
+        tracing::warn!("tokens travel over {host} and not over {nccl}, which can't be built on every rank: {why}");
     }
 }
 

@@ -1,11 +1,12 @@
 //! What runs every layer, resolved from the joint facts of all ranks, and the fingerprints that they compare.
 
+use crate::config::Choice as _;
 use crate::dispatch::combine::CombineMode;
 use crate::facts::{self, BUILD};
 use crate::jit::Prepared;
 use crate::select::fingerprint::SessionBuilder;
 use crate::select::registry::Registry;
-use crate::select::{DeploymentFacts, Fingerprint, LayerSelection, SelectError, Selection, resolve};
+use crate::select::{DeploymentFacts, Environment, Fingerprint, LayerSelection, SelectError, Selection, resolve};
 use crate::world::World;
 
 use super::agreement::{self, Topic};
@@ -61,6 +62,7 @@ impl Selected {
         agreement::compare_trails(world, &selection)?;
         if world.is_root() {
             say(&selection, &fingerprint, plans);
+            say_gpus(&selection, &environments);
             warn_of_harmless_differences(&environments);
         }
         Ok(Self { selection, fingerprint, fields })
@@ -166,7 +168,30 @@ fn say(selection: &Selection, fingerprint: &Fingerprint, plans: &[LayerPlan]) {
     }
 }
 
-fn warn_of_harmless_differences(environments: &[crate::select::Environment]) {
+/// Which GPU each rank drives, where some layer runs on them, and which transport between them is not used, and why.
+fn say_gpus(selection: &Selection, environments: &[Environment]) {
+    let registry = Registry::builtin();
+    let on_gpu = |selected: &&LayerSelection| {
+        registry.descriptor(selected.winner.identity).is_some_and(|descriptor| descriptor.target.is_gpu())
+    };
+    let Some(selected) = selection.layers.iter().find(on_gpu) else { return };
+    for (rank, environment) in environments.iter().enumerate() {
+        let Some(gpu) = environment.gpu.present() else { continue };
+        tracing::info!(
+            rank,
+            host = environment.host.as_deref().unwrap_or_default(),
+            ordinal = environment.info.get("gpu_ordinal").map_or("", String::as_str),
+            uuid = gpu.uuid.as_deref().unwrap_or_default(),
+            "{}",
+            gpu.name
+        );
+    }
+    for refusal in &selected.winner.passed_over {
+        tracing::warn!("tokens travel over {}; passed over: {refusal}", selected.transport.name());
+    }
+}
+
+fn warn_of_harmless_differences(environments: &[Environment]) {
     match agreement::harmless_differences(environments) {
         Ok(differences) if differences.is_empty() => {}
         Ok(differences) => {

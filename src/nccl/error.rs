@@ -57,6 +57,14 @@ pub enum NcclError {
         /// How many.
         len: usize,
     },
+    /// A peer's bytes are not what it sent.
+    #[error(
+        "rank {peer} sent its number over NCCL, and another arrived; set dispatch.transport: host, and test the GPUs"
+    )]
+    Garbled {
+        /// The rank.
+        peer: usize,
+    },
     /// Used after it had failed, or was closed.
     #[error("the ranks' communicator was given up before: a bug")]
     GivenUp,
@@ -76,7 +84,7 @@ impl Classify for NcclError {
             Self::Call { is_remote: true, .. } => Exit::PeerFailed,
             Self::NoId { .. } | Self::GivenUp => Exit::Bug,
             Self::Late { .. } => Exit::PeerFailed,
-            Self::NotFound { .. } | Self::Lacks { .. } | Self::Call { .. } => Exit::Environment,
+            Self::NotFound { .. } | Self::Lacks { .. } | Self::Call { .. } | Self::Garbled { .. } => Exit::Environment,
         }
     }
 }
