@@ -184,6 +184,12 @@ impl EnvVars {
         crate::config::scalar::Scalar::bare(self.ours("LOCKSTEP_START_S")?).count(1).ok()
     }
 
+    /// `LOCKSTEP_NCCL`: what carries bytes between GPUs, by its library or the directory that this lies in.
+    #[must_use]
+    pub fn nccl(&self) -> Option<&str> {
+        self.ours("LOCKSTEP_NCCL").filter(|path| !path.is_empty())
+    }
+
     /// `LOCKSTEP_NVRTC`: the compiler of kernels, by its library or the directory that this lies in.
     #[must_use]
     pub fn nvrtc(&self) -> Option<&str> {

@@ -11,6 +11,7 @@ use crate::exit::{Classify, Exit};
 use crate::fault::{Action, Stage};
 use crate::host;
 use crate::jit::Compiler;
+use crate::nccl;
 use crate::select::environment::{Fact, Gpu, Libraries};
 use crate::select::fingerprint::BuildFacts;
 use crate::select::{Environment, InstructionSet};
@@ -47,7 +48,7 @@ impl Classify for FactsError {
 
 /// The environment of this rank. `wanted`: no better instruction set than this; absent: the machine's best.
 ///
-/// A rank's GPU is looked for where a driver is loaded, and NVRTC where there is a GPU. NCCL stays unknown.
+/// A rank's GPU is looked for where a driver is loaded, and NVRTC and NCCL where there is a GPU.
 ///
 /// # Errors
 /// If the machine lacks `wanted`.
@@ -66,6 +67,19 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
         }
         None => Fact::Unknown,
     };
+    let mut info = BTreeMap::from([
+        ("cores".to_owned(), env.available_parallelism.to_string()),
+        ("ranks_on_host".to_owned(), world.local_size().to_string()),
+    ]);
+    let nccl = match &gpu {
+        Some(facts) => {
+            info.insert("gpu_ordinal".to_owned(), facts.ordinal.to_string());
+            let (nccl, found) = nccl(env);
+            info.insert("nccl".to_owned(), found);
+            nccl
+        }
+        None => Fact::Unknown,
+    };
     let gpu = gpu.map_or(Fact::Absent, |facts| {
         Fact::Present(Gpu { name: facts.name, uuid: Some(facts.uuid), compute_capability: facts.compute_capability })
     });
@@ -75,14 +89,11 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
         host: Some(host),
         instruction_set: Fact::Present(instruction_set(isa)),
         gpu,
-        libraries: Libraries { mpi, driver, nvrtc, ..Libraries::default() },
+        libraries: Libraries { mpi, driver, nccl, nvrtc },
         // No implementation of this build is opt-in.
         flags: Some(BTreeSet::new()),
         variables,
-        info: BTreeMap::from([
-            ("cores".to_owned(), env.available_parallelism.to_string()),
-            ("ranks_on_host".to_owned(), world.local_size().to_string()),
-        ]),
+        info,
     };
     pretend(&mut environment, world.faults_at(Stage::Start));
     Ok(environment)
@@ -101,6 +112,14 @@ fn pretend<'a>(environment: &mut Environment, faults: impl Iterator<Item = &'a A
             }
             _ => {}
         }
+    }
+}
+
+/// NCCL's version, and where it was found or why it was not. One that lacks functions is of no use: absent.
+fn nccl(env: &EnvVars) -> (Fact<String>, String) {
+    match nccl::Library::load(env.nccl()) {
+        Ok(library) => (Fact::Present(library.version()), library.found_as().to_owned()),
+        Err(error) => (Fact::Absent, error.to_string()),
     }
 }
 

@@ -26,6 +26,10 @@ pub enum Stage {
     Compile,
     /// While tactics are timed.
     Tune,
+    /// Before a rank opens what its transport needs.
+    Transport,
+    /// Before a rank joins the others over its transport, which then wait for it.
+    Join,
     /// Before a chunk is dispatched.
     Dispatch,
     /// Before a chunk's rows are computed.
@@ -106,10 +110,10 @@ impl Classify for Injected {
 /// `LOCKSTEP_FAULT` can't be read.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
-    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, tune, dispatch, experts, \
-     combine, write, publish and an action of panic, panic_thread, error, kill, segv, hang, delay=SECONDS, round_bytes=N, \
-     host=NAME, library=NAME,VERSION, gpu=CAPABILITY,NAME, tactic_time=N,PERCENT, tactic_fails=N|all, tactic=N, drift, \
-     poison, stale; correct or unset it"
+    "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, tune, transport, join, \
+     dispatch, experts, combine, write, publish and an action of panic, panic_thread, error, kill, segv, hang, \
+     delay=SECONDS, round_bytes=N, host=NAME, library=NAME,VERSION, gpu=CAPABILITY,NAME, tactic_time=N,PERCENT, \
+     tactic_fails=N|all, tactic=N, drift, poison, stale; correct or unset it"
 )]
 pub struct FaultError {
     text: String,
@@ -121,12 +125,14 @@ impl Classify for FaultError {
     }
 }
 
-const STAGES: [(&str, Stage); 10] = [
+const STAGES: [(&str, Stage); 12] = [
     ("init", Stage::Init),
     ("start", Stage::Start),
     ("load", Stage::Load),
     ("compile", Stage::Compile),
     ("tune", Stage::Tune),
+    ("transport", Stage::Transport),
+    ("join", Stage::Join),
     ("dispatch", Stage::Dispatch),
     ("experts", Stage::Experts),
     ("combine", Stage::Combine),

@@ -18,6 +18,7 @@ pub mod fault;
 pub mod world;
 pub mod checkpoint;
 pub mod cuda;
+pub mod nccl;
 pub mod dispatch;
 pub mod plan;
 pub mod jit;

@@ -147,6 +147,8 @@ pub struct Job<'a> {
     pub gpu_ordinal: u32,
     /// Where kernels are kept and what compiles them.
     pub jit: &'a JitOptions,
+    /// NCCL, where it was named.
+    pub nccl: Option<&'a str>,
     /// What this rank is.
     pub environment: &'a Environment,
     /// Bars on rank 0.
@@ -174,6 +176,7 @@ impl<'a> Job<'a> {
             num_threads: started.num_threads,
             gpu_ordinal: started.gpu_ordinal,
             jit: &started.jit,
+            nccl: started.nccl.as_deref(),
             environment: &started.environment,
             progress,
         }
@@ -229,6 +232,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
             num_threads: job.num_threads,
             gpu_ordinal: job.gpu_ordinal,
             jit: job.jit.clone(),
+            nccl: job.nccl.map(str::to_owned),
             environment: job.environment.clone(),
             input_is_bf16: share.is_bf16,
             part: job.part,
@@ -253,6 +257,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     report.peak_rss_bytes = crate::host::peak_rss_bytes().unwrap_or_default();
     let joined = join(world, &report, decided(world, job, &session), std::mem::take(&mut steps.step_us));
     let layers = gather_rows(world, (&session, &share), steps.layers);
+    session.close(world);
     Ok(Results { layers, report: joined })
 }
 
@@ -408,6 +413,7 @@ fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
         layer: layer.decision().layer.0,
         quant: layer.decision().quant.name().to_owned(),
         activation: layer.decision().activation.to_string(),
+        transport: layer.transport().carrier.name().to_owned(),
         payload: layer.transport().payload.name().to_owned(),
         combine: layer.transport().mode.name().to_owned(),
         combine_dtype: layer.transport().row_form.form.name().to_owned(),

@@ -7,7 +7,7 @@ use half::bf16;
 use serde::Serialize;
 
 use crate::checkpoint::{self, CheckpointError};
-use crate::config::{BackendFamily, Deployment};
+use crate::config::{BackendFamily, Deployment, Device, Transport};
 use crate::exit::{Classify, Exit, Known};
 use crate::layer::Part;
 use crate::numerics::metrics::{self, Comparison};
@@ -155,6 +155,9 @@ fn reference(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let mut deployment: Deployment = job.deployment.clone();
     deployment.moe.backend = BackendFamily::Reference;
     deployment.moe.implementation = None;
+    // The oracle runs on cores, between which MPI carries.
+    deployment.cluster.device = Device::Auto;
+    deployment.dispatch.transport = Transport::Auto;
     job::execute(world, &Job { deployment: &deployment, layers: job.layers.clone(), steps: 1, ..*job })
 }
 

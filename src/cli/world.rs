@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::checkpoint;
-use crate::config::{ConfigError, Deployment, Effective};
+use crate::config::{ConfigError, Deployment, Device, Effective};
 use crate::env::{EnvError, EnvVars};
 use crate::exit::{Classify, Exit, Known};
 use crate::facts::{self, FactsError};
@@ -99,6 +99,8 @@ pub struct Started {
     pub gpu_ordinal: u32,
     /// Where kernels are kept and what compiles them.
     pub jit: JitOptions,
+    /// NCCL, or the directory that it lies in; absent: where the loader finds it.
+    pub nccl: Option<String>,
     /// What this rank is.
     pub environment: Environment,
 }
@@ -207,6 +209,7 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
         return Ok(None);
     }
     warn(world, &effective);
+    warn_of_no_gpu(world, &effective, &environment);
     let limit = Duration::from_secs(effective.deployment.timeouts.start_s);
     world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
     world.begin("starting");
@@ -218,7 +221,19 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     let gpu_ordinal = facts::gpu_ordinal(world);
     let cache_dir = cache_dir(&effective, env).map(Into::into);
     let jit = JitOptions { cache_dir, nvrtc: env.nvrtc().map(str::to_owned) };
-    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, environment }))
+    let nccl = env.nccl().map(str::to_owned);
+    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, nccl, environment }))
+}
+
+/// Says on its own rank, with the host, that a driver shows it no GPU: selection knows ranks alone.
+fn warn_of_no_gpu(world: &World, effective: &Effective, environment: &Environment) {
+    let has_driver = environment.libraries.driver.present().is_some();
+    if effective.deployment.cluster.device != Device::Cpu && has_driver && environment.has_gpu() == Some(false) {
+        let visible =
+            environment.variables.get("CUDA_VISIBLE_DEVICES").map_or("unset".to_owned(), |v| format!("{v:?}"));
+        let (rank, host) = (world.rank(), world.host());
+        tracing::warn!("no GPU is visible to {rank} on host {host}: CUDA_VISIBLE_DEVICES is {visible}");
+    }
 }
 
 /// Compared before anything is decided from it.

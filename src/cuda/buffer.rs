@@ -1,7 +1,7 @@
 //! Typed memory of a device.
 //!
 //! Copies from and to pageable memory wait until they are done, so that the borrowed slice outlives them. Those with pinned
-//! memory, [`PinnedBuffer`], do not wait.
+//! memory, [`PinnedBuffer`](super::PinnedBuffer), do not wait.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -11,7 +11,6 @@ use cudarc::driver::sys;
 
 use super::device::Device;
 use super::error::CudaError;
-use super::pinned::PinnedBuffer;
 use super::stream::Stream;
 
 /// `len` values of `T` on a device, aligned to 256 bytes. Freed when it goes; the driver first ends what uses it.
@@ -151,51 +150,42 @@ impl<T: Pod> DeviceBuffer<T> {
         self.device.check(result, "copying on a GPU")
     }
 
-    /// Queues a copy of pinned values to the elements from `start` on, and does not wait.
+    /// Queues a copy of pinned values, borrowed from a [`PinnedBuffer`](super::PinnedBuffer), to the elements from `start` on, and does not wait.
     ///
     /// # Errors
     /// If they reach beyond the end, or the driver fails.
     ///
     /// # Safety
     /// `values` is neither changed nor dropped before `stream` has come so far.
-    pub unsafe fn upload_pinned(
-        &mut self,
-        stream: &Stream,
-        start: usize,
-        values: &PinnedBuffer<T>,
-    ) -> Result<(), CudaError> {
+    pub unsafe fn upload_pinned(&mut self, stream: &Stream, start: usize, values: &[T]) -> Result<(), CudaError> {
         let address = self.range(start..start.saturating_add(values.len()), "copying to a GPU")?;
-        if values.num_bytes() == 0 {
+        if size_of_val(values) == 0 {
             return Ok(());
         }
         self.device.enter()?;
         // SAFETY: `range` keeps the target inside the buffer, and the caller keeps the source.
         let result =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(address, values.as_ptr().cast(), values.num_bytes(), stream.raw()) };
+            unsafe { sys::cuMemcpyHtoDAsync_v2(address, values.as_ptr().cast(), size_of_val(values), stream.raw()) };
         self.device.check(result, "copying to a GPU")
     }
 
-    /// Queues a copy of the elements from `start` on into pinned memory, as many as it holds, and does not wait.
+    /// Queues a copy of the elements from `start` on into pinned memory, borrowed from a [`PinnedBuffer`](super::PinnedBuffer), and does not wait.
     ///
     /// # Errors
     /// If they reach beyond the end, or the driver fails.
     ///
     /// # Safety
     /// `values` is neither read, changed nor dropped before `stream` has come so far.
-    pub unsafe fn download_pinned(
-        &self,
-        stream: &Stream,
-        start: usize,
-        values: &mut PinnedBuffer<T>,
-    ) -> Result<(), CudaError> {
+    pub unsafe fn download_pinned(&self, stream: &Stream, start: usize, values: &mut [T]) -> Result<(), CudaError> {
         let address = self.range(start..start.saturating_add(values.len()), "copying from a GPU")?;
-        if values.num_bytes() == 0 {
+        if size_of_val(values) == 0 {
             return Ok(());
         }
         self.device.enter()?;
         // SAFETY: `range` keeps the source inside the buffer, and the caller keeps the target.
-        let result =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(values.as_mut_ptr().cast(), address, values.num_bytes(), stream.raw()) };
+        let result = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(values.as_mut_ptr().cast(), address, size_of_val(values), stream.raw())
+        };
         self.device.check(result, "copying from a GPU")
     }
 

@@ -99,8 +99,11 @@ impl Device {
         self.ordinal() == other.ordinal()
     }
 
-    /// Makes its context current on this thread.
-    pub(super) fn enter(&self) -> Result<(), CudaError> {
+    /// Makes its context current on this thread, for libraries that go by that (NCCL).
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn enter(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained as long as `self` lives.
         self.check(unsafe { sys::cuCtxSetCurrent(self.0.context) }, "entering a GPU's context")
     }

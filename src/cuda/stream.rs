@@ -50,6 +50,21 @@ impl Stream {
         self.device.check(unsafe { sys::cuStreamSynchronize(self.handle) }, "waiting for a stream")
     }
 
+    /// Whether all of its work is done; does not wait. Reports what failed in it.
+    ///
+    /// # Errors
+    /// If a kernel or a copy in it failed.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        self.device.enter()?;
+        // SAFETY: the handle lives as long as `self`.
+        let result = unsafe { sys::cuStreamQuery(self.handle) };
+        if result == sys::CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        self.device.check(result, "asking for a stream's progress")?;
+        Ok(true)
+    }
+
     /// Lets later work of this stream wait for an event of another one.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
 pub mod agreement;
+mod carriers;
 mod kernels;
 mod load;
 mod parts;
@@ -15,9 +16,10 @@ use std::path::PathBuf;
 use crate::backend::{BackendError, ExpertBatch, Experts, ForwardStats};
 use crate::checkpoint::CheckpointError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
-use crate::dispatch::host::{HostTransport, StepTag, exchange_sizes};
+use crate::dispatch::carrier::CarryError;
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::plan::{ComputePlan, Slots};
+use crate::dispatch::transport::{StepTag, TokenTransport, exchange_sizes};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::{Action, Injected, Stage};
 use crate::ids::LayerIdx;
@@ -74,6 +76,9 @@ pub enum LayerError {
     /// The declared capacity.
     #[error(transparent)]
     Capacity(#[from] CapacityError),
+    /// Tokens or rows that did not arrive.
+    #[error(transparent)]
+    Carry(#[from] CarryError),
     /// The world's shape.
     #[error(transparent)]
     World(#[from] WorldError),
@@ -107,6 +112,7 @@ impl Classify for LayerError {
             Self::Format(error) => error.exit(),
             Self::Backend(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
+            Self::Carry(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
@@ -135,7 +141,7 @@ pub struct MoeLayer {
     experts: Box<dyn Experts>,
     /// FC1's global scale, the largest of the layer over all ranks; absent with unquantised activations.
     input_scale: Option<f32>,
-    transport: HostTransport,
+    transport: TokenTransport,
     weight_bytes: u64,
     /// What all ranks run, by rows of an expert.
     tactics: [Tactic; RowBucket::NUM],
@@ -188,7 +194,7 @@ impl MoeLayer {
 
     /// How tokens travel.
     #[must_use]
-    pub fn transport(&self) -> &HostTransport {
+    pub fn transport(&self) -> &TokenTransport {
         &self.transport
     }
 
@@ -257,7 +263,7 @@ impl MoeLayer {
             world.fault(Stage::Dispatch)?;
             let mut handle = stats
                 .times
-                .dispatch(|| self.transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens));
+                .dispatch(|| self.transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens))?;
             stats.count_dispatch(&handle);
             world.fault(Stage::Experts)?;
             let poison = world.has_fault(Stage::Experts, &Action::Poison);
@@ -266,8 +272,8 @@ impl MoeLayer {
             stats.count_forward(forward, fc1_input);
             world.fault(Stage::Combine)?;
             stats.times.combine(|| {
-                self.transport.combine(world, &handle, &rows, (slots, chunks.chunk_tokens), &mut out[span]);
-            });
+                self.transport.combine(world, &handle, &rows, (slots, chunks.chunk_tokens), &mut out[span])
+            })?;
         }
         Ok(out)
     }

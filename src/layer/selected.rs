@@ -1,6 +1,6 @@
 //! What runs every layer, resolved from the joint facts of all ranks, and the fingerprints that they compare.
 
-use crate::config::Deployment;
+use crate::config::{Choice as _, Deployment};
 use crate::dispatch::travel::{combine_mode, payload_form, row_form};
 use crate::facts::{self, BUILD};
 use crate::jit::Prepared;
@@ -12,6 +12,7 @@ use crate::select::{
 use crate::world::{Group, World};
 
 use super::agreement::{self, Topic};
+use super::carriers::Carriers;
 use super::plan::LayerPlan;
 use super::session::SessionOptions;
 use super::tune::TacticTable;
@@ -94,6 +95,7 @@ impl Selected {
         agreement::compare_trails(world, &selection)?;
         if world.is_root() {
             say(&selection, &fingerprint, plans);
+            say_gpus(&selection, &environments);
             warn_of_harmless_differences(&environments);
         }
         Ok(Self { selection, fingerprint, fields })
@@ -118,8 +120,14 @@ impl Selected {
     ///
     /// # Errors
     /// The same on all ranks: if they differ.
-    pub fn agree_on_loaded(&self, world: &World, layers: &[MoeLayer]) -> Result<Loaded, LayerError> {
+    pub fn agree_on_loaded(
+        &self,
+        world: &World,
+        layers: &[MoeLayer],
+        carriers: &Carriers,
+    ) -> Result<Loaded, LayerError> {
         let mut fields = self.fields.clone();
+        fields.capacity("staging_piece_bytes", carriers.piece_bytes() as u64);
         layers.iter().for_each(|layer| add_loaded(&mut fields, layer));
         let fingerprint = agreement::agree_on(world, SESSION, fields.clone().finish())?;
         Ok(Loaded { fields, fingerprint })
@@ -172,8 +180,8 @@ pub(crate) fn must_match(
 
 fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
     let dispatch = &options.deployment.dispatch;
-    let declared = super::session::capacity_of(&options.deployment).max_tokens_at_once();
-    let at_once = options.num_tokens.map_or(declared, |tokens| tokens.min(declared));
+    let capacity = super::session::capacity_of(&options.deployment);
+    let at_once = super::session::tokens_at_once(capacity, options.num_tokens);
     fields
         .capacity("num_max_tokens_per_rank", dispatch.num_max_tokens_per_rank as u64)
         .capacity("tokens_at_once", at_once as u64)
@@ -205,6 +213,7 @@ fn add_layouts(fields: &mut SessionBuilder, selection: &Selection) {
 /// What every rank has of a layer: its experts' own scales are with their ranks alone.
 fn add_loaded(fields: &mut SessionBuilder, layer: &MoeLayer) {
     let mut of_layer = fields.layer(layer.decision.layer);
+    of_layer.travel("carrier", layer.transport.carrier.name());
     of_layer.scale("fc1_input", layer.input_scale);
     if let Some(bias) = &layer.router.bias {
         of_layer.scales("router_bias", bias.iter().copied());
@@ -228,6 +237,29 @@ fn say(selection: &Selection, fingerprint: &Fingerprint, plans: &[LayerPlan]) {
             "activations: quantised does not reach {}, which the checkpoint keeps unquantised",
             kept.join(", ")
         );
+    }
+}
+
+/// Which GPU each rank drives, where some layer runs on them, and which transport between them is not used, and why.
+fn say_gpus(selection: &Selection, environments: &[Environment]) {
+    let registry = Registry::builtin();
+    let on_gpu = |selected: &&LayerSelection| {
+        registry.descriptor(selected.winner.identity).is_some_and(|descriptor| descriptor.target.is_gpu())
+    };
+    let Some(selected) = selection.layers.iter().find(on_gpu) else { return };
+    for (rank, environment) in environments.iter().enumerate() {
+        let Some(gpu) = environment.gpu.present() else { continue };
+        tracing::info!(
+            rank,
+            host = environment.host.as_deref().unwrap_or_default(),
+            ordinal = environment.info.get("gpu_ordinal").map_or("", String::as_str),
+            uuid = gpu.uuid.as_deref().unwrap_or_default(),
+            "{}",
+            gpu.name
+        );
+    }
+    for refusal in &selected.winner.passed_over {
+        tracing::warn!("tokens travel over {}; passed over: {refusal}", selected.transport.name());
     }
 }
 

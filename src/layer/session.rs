@@ -9,8 +9,8 @@ use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Kernels, Mach
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
-use crate::dispatch::host::HostTransport;
 use crate::dispatch::placement::Placement;
+use crate::dispatch::transport::TokenTransport;
 use crate::dispatch::travel::{buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
 use crate::host;
@@ -20,6 +20,7 @@ use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
+use super::carriers::Carriers;
 use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
@@ -41,6 +42,8 @@ pub struct SessionOptions<'a> {
     pub gpu_ordinal: u32,
     /// Where kernels are kept and what compiles them.
     pub jit: JitOptions,
+    /// NCCL, or the directory that it lies in; absent: where the loader finds it.
+    pub nccl: Option<String>,
     /// What this rank is, from which all ranks select.
     pub environment: Environment,
     /// The hidden states are bf16 values.
@@ -75,6 +78,7 @@ pub struct Session {
     geometry: MoeGeometry,
     capacity: Capacity,
     buffers: BufferPlan,
+    carriers: Carriers,
     selected: Selected,
     session: Digest,
     tactics: TacticTable,
@@ -107,9 +111,11 @@ impl Session {
         world.begin("building its kernels");
         let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
         let backends = world.agree(build_backends(world, &selected, options, kernels))?;
+        let carriers = Carriers::build(world, options, (&geometry, &plans), &selected.selection)?;
         world.enter(load);
-        let mut layers = load_layers(world, (&checkpoint, options), (&backends, placement), (&plans, &selected))?;
-        let loaded = selected.agree_on_loaded(world, &layers)?;
+        let held = Held { backends: &backends, carriers: &carriers, placement };
+        let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
+        let loaded = selected.agree_on_loaded(world, &layers, &carriers)?;
         let tactics = tune::tune(world, options, &layers)?;
         layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
         let session = selected.agree_on_tactics(world, loaded, &tactics)?.digest();
@@ -118,6 +124,7 @@ impl Session {
             geometry,
             capacity,
             buffers,
+            carriers,
             selected,
             session,
             tactics,
@@ -181,6 +188,13 @@ impl Session {
         self.bytes_read
     }
 
+    /// Lets go of what ranks hold together, once all of them are here; collective. A session that is dropped without it
+    /// leaves that to the end of the process, because a rank that let go earlier than the others could cut them off.
+    pub fn close(self, world: &World) {
+        world.barrier();
+        self.carriers.close();
+    }
+
     /// Enters the step phase: every wait from here on has the step's limit.
     pub fn enter_steps(&self, world: &World) {
         world.enter(Phase { name: "step", limit: self.step_limit, key: "timeouts.step_s" });
@@ -191,6 +205,12 @@ pub(super) fn capacity_of(deployment: &Deployment) -> Capacity {
     Capacity::from(&deployment.dispatch)
 }
 
+/// Tokens of a rank that travel at once: no more than any rank will bring.
+pub(super) fn tokens_at_once(capacity: Capacity, num_tokens: Option<usize>) -> usize {
+    let declared = capacity.max_tokens_at_once();
+    num_tokens.map_or(declared, |n| n.min(declared))
+}
+
 /// The largest buffers that any layer needs, checked against this host's memory and said before anything is allocated.
 fn plan_buffers(
     world: &World,
@@ -198,8 +218,7 @@ fn plan_buffers(
     plans: &[LayerPlan],
     (capacity, num_tokens): (Capacity, Option<usize>),
 ) -> Result<BufferPlan, CapacityError> {
-    let declared = capacity.max_tokens_at_once();
-    let tokens_at_once = num_tokens.map_or(declared, |n| n.min(declared));
+    let tokens_at_once = tokens_at_once(capacity, num_tokens);
     let placement = Placement::new(geometry.num_experts, world.size());
     let num_local_experts = placement.local_experts(world.rank()).len();
     let of_layer = |decision: &LayerDecision| {
@@ -253,11 +272,18 @@ fn build_backends(
     selected.selection.techniques().into_iter().map(build).collect()
 }
 
+/// What layers are loaded with.
+struct Held<'a> {
+    backends: &'a Backends,
+    carriers: &'a Carriers,
+    placement: Placement,
+}
+
 /// Loads layer by layer; a fault on one rank ends all before the next layer.
 fn load_layers(
     world: &World,
     (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
-    (backends, placement): (&Backends, Placement),
+    &Held { backends, carriers, placement }: &Held<'_>,
     (plans, selected): (&[LayerPlan], &Selected),
 ) -> Result<Vec<MoeLayer>, LayerError> {
     let geometry = &checkpoint.model().geometry;
@@ -289,11 +315,12 @@ fn load_layers(
         let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } = loaded;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
-        let transport = HostTransport {
+        let transport = TokenTransport {
             placement,
             payload: payload_form(decision, input_scale.unwrap_or(1.0)),
             mode: combine_mode(decision),
             row_form: row_form(geometry, decision),
+            carrier: carriers.of(selected.transport),
         };
         layers.push(MoeLayer {
             decision: *decision,

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::backend::ForwardStats;
-use crate::dispatch::host::Handle;
+use crate::dispatch::transport::Handle;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::Identity;
 

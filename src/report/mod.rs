@@ -208,6 +208,8 @@ pub struct DecidedLayer {
     pub quant: String,
     /// Its activation.
     pub activation: String,
+    /// What carries them.
+    pub transport: String,
     /// How tokens travel.
     pub payload: String,
     /// Where weights are applied.
@@ -437,6 +439,7 @@ pub(super) mod tests {
             layer: 3,
             quant: "nvfp4".to_owned(),
             activation: "swiglu".to_owned(),
+            transport: "host".to_owned(),
             payload: "bf16".to_owned(),
             combine: "slot".to_owned(),
             combine_dtype: "f32".to_owned(),

@@ -56,7 +56,7 @@ fn layers(report: &RunReport) -> Table {
             layer.layer.to_string(),
             decided.quant.clone(),
             decided.activation.clone(),
-            decided.payload.clone(),
+            format!("{} over {}", decided.payload, decided.transport),
             format!("{} {}", decided.combine, decided.combine_dtype),
             layer.chunks.to_string(),
             rows.iter().sum::<u64>().to_string(),

@@ -33,6 +33,9 @@ pub struct Candidate {
     /// What would carry its tokens; absent where nothing can.
     #[serde(serialize_with = "transport_name")]
     pub transport: Option<Transport>,
+    /// Why transports that it prefers to that one don't serve; empty: there are none, or they were not asked for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<Refusal>,
     /// Why it does not serve the layer; empty: it does.
     pub refusals: Vec<Refusal>,
     /// What was not known and would have counted.
@@ -123,7 +126,7 @@ impl Inquiry<'_> {
             }
         }
         self.ask_shared_gpus(descriptor, &mut findings);
-        let transport = self.transport(descriptor, &mut findings);
+        let (transport, passed_over) = self.transport(descriptor, &mut findings);
         let refused = |((reason, sentence), ranks)| Refusal { reason, sentence, ranks };
         let assumed = |((reason, sentence), ranks)| Assumption { reason, sentence, ranks };
         Candidate {
@@ -136,6 +139,7 @@ impl Inquiry<'_> {
             companions,
             instruction_set: self.instruction_set(descriptor),
             transport,
+            passed_over: passed_over.into_iter().map(refused).collect(),
             refusals: findings.refusals.into_iter().map(refused).collect(),
             assumptions: findings.assumptions.into_iter().map(assumed).collect(),
         }
@@ -160,14 +164,17 @@ impl Inquiry<'_> {
         }
     }
 
-    /// The first of its transports that was asked for and that every rank can build.
-    fn transport(&self, descriptor: &Descriptor, findings: &mut Findings) -> Option<Transport> {
-        let wanted = self.deployment.transport;
+    /// The first of its transports that was asked for and that every rank can build, and why not the ones before it.
+    fn transport(&self, descriptor: &Descriptor, findings: &mut Findings) -> (Option<Transport>, Found) {
+        let (wanted, num_ranks) = (self.deployment.transport, self.deployment.num_ranks());
         let named: Vec<&TransportDescriptor> = descriptor
             .transports
             .iter()
-            .filter(|name| wanted == Transport::Auto || **name == wanted)
             .filter_map(|name| self.registry.transport(*name))
+            .filter(|known| match wanted {
+                Transport::Auto => num_ranks >= known.auto_from_num_ranks,
+                wanted => known.transport == wanted,
+            })
             .collect();
         let mut unusable = Findings::default();
         for transport in &named {
@@ -178,7 +185,7 @@ impl Inquiry<'_> {
             let prefix = format!("for transport {}", transport.transport);
             if theirs.refusals.is_empty() {
                 findings.add_of_companion(theirs, &prefix);
-                return Some(transport.transport);
+                return (Some(transport.transport), unusable.refusals);
             }
             unusable.add_of_companion(theirs, &prefix);
         }
@@ -188,7 +195,7 @@ impl Inquiry<'_> {
             findings.add(Reason::Topology, answer, &self.joint.ranks);
         }
         findings.refusals.append(&mut unusable.refusals);
-        None
+        (None, Found::new())
     }
 
     fn instruction_set(&self, descriptor: &Descriptor) -> Option<InstructionSet> {

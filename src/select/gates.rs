@@ -192,7 +192,13 @@ fn deprecated(question: &Question<'_>) -> Answer {
 fn device(question: &Question<'_>, environment: &Environment) -> Answer {
     match (&question.descriptor.target, environment.has_gpu()) {
         (Target::Cpu { .. }, _) | (Target::Gpu { .. }, Some(true)) => Serves,
-        (Target::Gpu { .. }, Some(false)) => Refuses("needs a GPU, found none".to_owned()),
+        (Target::Gpu { .. }, Some(false)) => match environment.libraries.driver {
+            Fact::Present(_) => Refuses(
+                "needs a GPU, and the driver shows none; look at CUDA_VISIBLE_DEVICES, and at what the launcher binds"
+                    .to_owned(),
+            ),
+            Fact::Absent | Fact::Unknown => Refuses("needs a GPU, found none".to_owned()),
+        },
         (Target::Gpu { .. }, None) => Unknown("whether there is a GPU".to_owned()),
     }
 }

@@ -3,9 +3,9 @@
 use mpi::datatype::{Partition, PartitionMut};
 use mpi::traits::{Communicator, CommunicatorCollectives, Root};
 
-use super::World;
 use super::cost::Traffic;
 use super::group::{Group, Piece};
+use super::{Exchanged, World};
 use crate::ids::Rank;
 
 /// Bytes for every rank, one run a rank, in rank order.
@@ -188,12 +188,9 @@ impl World {
             };
             counts.iter().enumerate().map(of_peer).sum()
         };
-        let (brought_bytes, received_bytes, collectives) = (others(send_counts), others(recv_counts), rounds as u64);
-        self.count(Traffic { collectives, brought_bytes, received_bytes });
-        let mut exchanged = self.exchanged.borrow_mut();
-        exchanged.sent_bytes += brought_bytes;
-        exchanged.received_bytes += received_bytes;
-        exchanged.rounds += collectives;
+        let (sent_bytes, received_bytes, rounds) = (others(send_counts), others(recv_counts), rounds as u64);
+        self.count(Traffic { collectives: rounds, brought_bytes: sent_bytes, received_bytes });
+        self.count_carried(Exchanged { sent_bytes, received_bytes, rounds });
     }
 }
 

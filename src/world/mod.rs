@@ -117,14 +117,14 @@ pub struct World {
     faults: Faults,
 }
 
-/// Bytes that this rank moved through [`World::all_to_all_bytes`].
+/// Bytes that this rank moved: through [`World::all_to_all_bytes`], or by whoever tells [`World::count_carried`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Exchanged {
     /// To other ranks.
     pub sent_bytes: u64,
     /// From other ranks.
     pub received_bytes: u64,
-    /// Collectives it took.
+    /// Collectives, or rounds of sends and receives, it took.
     pub rounds: u64,
 }
 
@@ -301,6 +301,15 @@ impl World {
         self.traffic.get()
     }
 
+    /// Counts what this rank has exchanged by another way than MPI.
+    pub fn count_carried(&self, carried: Exchanged) {
+        let Exchanged { sent_bytes, received_bytes, rounds } = carried;
+        let mut exchanged = self.exchanged.borrow_mut();
+        exchanged.sent_bytes += sent_bytes;
+        exchanged.received_bytes += received_bytes;
+        exchanged.rounds += rounds;
+    }
+
     /// Checks the world against what was asked for and what the launcher believes.
     ///
     /// `launched` is the launcher's own count with the variable it was read from.
@@ -347,27 +356,55 @@ impl World {
     fn wait<'a, D: ?Sized, S: mpi::request::Scope<'a>>(
         &self,
         operation: &str,
-        mut request: mpi::request::Request<'a, D, S>,
+        request: mpi::request::Request<'a, D, S>,
     ) {
+        let mut pending = Some(request);
+        self.poll(operation, || match pending.take()?.test() {
+            Ok(_) => Some(()),
+            Err(request) => {
+                pending = Some(request);
+                None
+            }
+        });
+    }
+
+    /// Asks `done` until it gives a value or the phase's limit passes, which ends the job: for what other ranks take part
+    /// in and can't be taken back, also where it does not go over MPI.
+    pub fn poll<T>(&self, operation: &str, done: impl FnMut() -> Option<T>) -> T {
         let Phase { limit, .. } = self.phase.get();
+        // The request can't be taken back: peers may still write into its buffer, so the job ends here.
+        self.ask(operation, limit, done).unwrap_or_else(|| self.abort_after_limit(operation))
+    }
+
+    /// Asks `done` until it gives a value, or nothing once `limit` has passed: for what can be taken back.
+    pub fn poll_within<T>(&self, operation: &str, limit: Duration, done: impl FnMut() -> Option<T>) -> Option<T> {
+        let value = self.ask(operation, limit, done);
+        if value.is_none() {
+            self.roll.announce(&self.comm, Notice::Works);
+            self.watch.end();
+        }
+        value
+    }
+
+    /// The other ranks hear that this one waits, once it has waited a while, and that it no longer does if a value came.
+    fn ask<T>(&self, operation: &str, limit: Duration, mut done: impl FnMut() -> Option<T>) -> Option<T> {
         let begin = Instant::now();
         let mut announced = false;
         self.watch.wait();
-        for poll in 0u32.. {
-            match request.test() {
-                Ok(_) => {
-                    if announced {
-                        self.roll.announce(&self.comm, Notice::Works);
-                    }
-                    self.watch.end();
-                    return;
+        let mut poll = 0u32;
+        loop {
+            if let Some(value) = done() {
+                if announced {
+                    self.roll.announce(&self.comm, Notice::Works);
                 }
-                Err(pending) => request = pending,
+                self.watch.end();
+                return Some(value);
             }
             // A peer that shares the core can only come if this rank gives way; the clock is read now and then.
             if poll > 64 {
                 std::thread::yield_now();
             }
+            poll = poll.wrapping_add(1);
             if !poll.is_multiple_of(64) {
                 continue;
             }
@@ -381,8 +418,7 @@ impl World {
                 self.say_who_is_missing(operation, waited);
             }
             if waited > limit {
-                // The request can't be taken back: peers may still write into its buffer, so the job ends here.
-                self.abort_after_limit(operation);
+                return None;
             }
         }
     }

@@ -4,7 +4,7 @@
 //! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
-//! `plan` what is said on paper.
+//! `plan` what is said on paper, `transport` what carries tokens.
 
 mod agreement;
 mod agreement_cost;
@@ -17,5 +17,6 @@ mod loading;
 mod plan;
 mod soak;
 mod support;
+mod transport;
 mod tuning;
 mod verdicts;

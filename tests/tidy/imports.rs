@@ -18,7 +18,9 @@ const ORDER: &[&[&str]] = &[
     &["plan"],
     &["fault"],
     &["world", "checkpoint", "env", "host", "cuda"],
-    &["dispatch::host", "jit"],
+    &["nccl", "jit"],
+    &["dispatch::carrier"],
+    &["dispatch::transport", "dispatch::nccl"],
     &["backend"],
     &["facts"],
     &["sample", "layer"],
@@ -217,11 +219,11 @@ mod tests {
     #[test]
     fn doors_do_not_name_each_other_and_transports_are_above_them() {
         assert_eq!(found("src/world/mod.rs", "use crate::checkpoint::X;"), ["world may not name checkpoint"]);
-        assert_eq!(found("src/dispatch/host.rs", "use crate::world::World;"), Vec::<String>::new());
+        assert_eq!(found("src/dispatch/transport.rs", "use crate::world::World;"), Vec::<String>::new());
         assert_eq!(found("src/dispatch/plan.rs", "use crate::world::World;"), ["dispatch may not name world"]);
         assert_eq!(
-            found("src/dispatch/plan.rs", "use crate::dispatch::host::X;"),
-            ["dispatch may not name dispatch::host"]
+            found("src/dispatch/plan.rs", "use crate::dispatch::transport::X;"),
+            ["dispatch may not name dispatch::transport"]
         );
     }
 
@@ -243,7 +245,7 @@ mod tests {
         for (path, pure) in [
             ("src/numerics/e2m1.rs", true),
             ("src/dispatch/plan.rs", true),
-            ("src/dispatch/host.rs", false),
+            ("src/dispatch/transport.rs", false),
             ("src/world/mod.rs", false),
             ("src/lib.rs", false),
         ] {

@@ -30,7 +30,11 @@ const DOORS: &[Door] = &[
     },
     Door { rule: "environment", words: &["std::env", "env::var", "env::vars"], keepers: &["src/env.rs"] },
     Door { rule: "cuda", words: &["cudarc"], keepers: &["src/cuda/"] },
-    Door { rule: "loading libraries", words: &["libloading"], keepers: &["src/cuda/library.rs", "src/jit/nvrtc/"] },
+    Door {
+        rule: "loading libraries",
+        words: &["libloading"],
+        keepers: &["src/cuda/library.rs", "src/jit/nvrtc/", "src/nccl/library.rs"],
+    },
     Door {
         rule: "printing",
         words: &["println!", "eprintln!", "print!", "eprint!", "io::stdout", "io::stderr", "stdout()", "stderr()"],
@@ -45,6 +49,8 @@ const UNSAFE_FILES: &[&str] = &[
     "src/checkpoint/map.rs",
     "src/cuda/",
     "src/jit/nvrtc/",
+    "src/nccl/",
+    "src/dispatch/nccl.rs",
     "src/backend/cuda/programs.rs",
     "src/backend/cuda/experts.rs",
 ];

@@ -13,7 +13,7 @@ use super::super::output;
 use super::super::world::{START, StartError, fingerprint, with_world};
 use crate::config::{Deployment, Effective};
 use crate::dispatch::capacity::Capacity;
-use crate::dispatch::host::{StepTag, exchange_sizes};
+use crate::dispatch::transport::{StepTag, exchange_sizes};
 use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::facts::{self, BUILD};
@@ -99,6 +99,7 @@ impl Questions {
             num_threads: 1,
             gpu_ordinal: 0,
             jit: JitOptions::default(),
+            nccl: None,
             environment: environment.clone(),
             input_is_bf16: true,
             part: Part::Block,

@@ -1,14 +1,16 @@
 //! What a session compares: which of its inputs are in it, and what is said where ranks differ.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use super::*;
 use crate::backend::{self, Machine};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Activations, Combine, CombineDtype, Payload};
+use crate::dispatch::carrier::Mpi;
 use crate::dispatch::combine::CombineMode;
-use crate::dispatch::host::HostTransport;
 use crate::dispatch::placement::Placement;
+use crate::dispatch::transport::TokenTransport;
 use crate::exit::{Classify, Known};
 use crate::ids::Rank;
 use crate::layer::load::Loader;
@@ -74,6 +76,7 @@ impl Made {
             num_threads: 1,
             gpu_ordinal: 0,
             jit: JitOptions::default(),
+            nccl: None,
             environment: environments[0].clone(),
             input_is_bf16,
             part,
@@ -115,11 +118,12 @@ fn load(
         shared: loaded.shared,
         experts: loaded.experts,
         input_scale: Some(loaded.largest_input_scale),
-        transport: HostTransport {
+        transport: TokenTransport {
             placement,
             payload: payload_form(&decision, 1.0),
             mode: CombineMode::Slot,
             row_form: row_form(geometry, &decision),
+            carrier: Rc::new(Mpi),
         },
         tactics: [Tactic::UNTUNED; RowBucket::NUM],
         weight_bytes: loaded.weight_bytes,

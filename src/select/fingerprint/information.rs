@@ -3,7 +3,7 @@
 use super::super::candidate::Candidate;
 use super::super::environment::{Environment, Library};
 use super::super::resolve::Selection;
-use super::session::must_match;
+use super::session::{must_match, should_match};
 use super::{FieldDifference, Fields, Fingerprint, FingerprintError, Kind, Value};
 
 const COMPARED: &str = "compared.";
@@ -48,7 +48,11 @@ impl Information {
             self.compared(&format!("flags.{flag}"), true);
         }
         for (name, value) in variables.iter().filter(|(name, _)| !must_match(name)) {
-            self.own(&format!("variables.{name}"), value.as_str());
+            let path = format!("variables.{name}");
+            match should_match(name) {
+                true => self.compared(&path, value.as_str()),
+                false => self.own(&path, value.as_str()),
+            };
         }
         for (name, value) in info {
             self.own(&format!("info.{name}"), value.as_str());
@@ -60,9 +64,10 @@ impl Information {
     pub fn trail(&mut self, selection: &Selection) -> &mut Self {
         for selected in &selection.layers {
             for candidate in selected.others.iter().chain(&selected.refused) {
-                let Candidate { identity, refusals, assumptions, .. } = candidate;
+                let Candidate { identity, refusals, passed_over, assumptions, .. } = candidate;
                 let path = format!("trail.{}.{identity}", selected.layer.0);
                 self.compared(&format!("{path}.refusals"), Value::set(refusals));
+                self.compared(&format!("{path}.passed_over"), Value::set(passed_over));
                 self.compared(&format!("{path}.assumptions"), Value::set(assumptions));
             }
         }

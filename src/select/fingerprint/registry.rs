@@ -10,9 +10,10 @@ pub(super) fn add(fields: &mut Fields, registry: &Registry) {
     for descriptor in registry.descriptors() {
         add_descriptor(fields, descriptor);
     }
-    for TransportDescriptor { transport, libraries, reads_node_layout } in registry.transports() {
+    for TransportDescriptor { transport, libraries, auto_from_num_ranks, reads_node_layout } in registry.transports() {
         let path = |field: &str| format!("registry.transport.{transport}.{field}");
         fields.add(path("libraries"), needed(libraries));
+        fields.add(path("auto_from_num_ranks"), *auto_from_num_ranks);
         fields.add(path("reads_node_layout"), *reads_node_layout);
     }
 }

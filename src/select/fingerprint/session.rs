@@ -8,14 +8,19 @@ use crate::numerics::activation::Activation;
 use crate::routing::RoutingMethod;
 
 /// Variables of libraries that change what ranks exchange or compute: a rank that has another one is not like the others.
-const MUST_MATCH: [&str; 9] = [
+const MUST_MATCH: [&str; 14] = [
     "CUBLAS_WORKSPACE_CONFIG",
     "NCCL_ALGO",
     "NCCL_BUFFSIZE",
+    "NCCL_CUMEM_ENABLE",
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_NCHANNELS",
+    "NCCL_NET",
     "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
     "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
     "NVCC_APPEND_FLAGS",
     "NVIDIA_TF32_OVERRIDE",
 ];
@@ -23,6 +28,15 @@ const MUST_MATCH: [&str; 9] = [
 /// Whether a variable belongs to what must match.
 pub(super) fn must_match(variable: &str) -> bool {
     MUST_MATCH.contains(&variable)
+}
+
+/// Beginnings of NCCL's settings that hosts have their own of: what to log and where, names of their interfaces and cards.
+const OF_HOSTS: [&str; 6] =
+    ["NCCL_DEBUG", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_TOPO_", "NCCL_CONF_FILE"];
+
+/// Whether a variable that need not match is worth a warning where it does not: a setting of NCCL that reached one host.
+pub(super) fn should_match(variable: &str) -> bool {
+    variable.starts_with("NCCL_") && !OF_HOSTS.iter().any(|of_host| variable.starts_with(of_host))
 }
 
 /// Which build a rank runs.

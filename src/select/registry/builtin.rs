@@ -30,18 +30,28 @@ impl Registry {
         let reference = Quant::ALL.map(|quant| cpu("reference", quant, &[InstructionSet::Scalar]));
         let wgmma = Quant::ALL.map(|quant| gpu("wgmma", quant, &[CapabilityRange::only(9, 0)]));
         let mma_sync = Quant::ALL.map(|quant| gpu("mma_sync", quant, &SINCE_AMPERE));
-        let host =
-            TransportDescriptor { transport: Transport::Host, libraries: BTreeMap::new(), reads_node_layout: false };
+        let transport = |transport, libraries, auto_from_num_ranks| TransportDescriptor {
+            transport,
+            libraries,
+            auto_from_num_ranks,
+            reads_node_layout: false,
+        };
+        let host = transport(Transport::Host, BTreeMap::new(), 1);
+        // A rank alone has nobody to send to.
+        let nccl = transport(Transport::Nccl, BTreeMap::from([(Library::Nccl, Some(OLDEST_NCCL))]), 2);
         let wanted = |descriptor: &Descriptor| techniques.contains(&descriptor.identity.technique);
         match Self::new(
             simd.into_iter().chain(reference).chain(wgmma).chain(mma_sync).filter(wanted).collect(),
-            vec![host],
+            vec![host, nccl],
         ) {
             Ok(registry) => registry,
             Err(error) => unreachable!("the table of implementations contradicts itself: {error}"),
         }
     }
 }
+
+/// The oldest NCCL whose communicators are made without blocking and read their settings by size.
+pub const OLDEST_NCCL: &str = "2.18";
 
 /// What machine code is made for; 8.x runs that of 8.0.
 const SINCE_AMPERE: [CapabilityRange; 5] = [
@@ -61,7 +71,10 @@ fn cpu(technique: &'static str, quant: Quant, instruction_sets: &[InstructionSet
 /// A GPU technique. Its kernels are compiled on the spot; an older compiler does not know all of their architectures.
 fn gpu(technique: &'static str, quant: Quant, compute_capabilities: &[CapabilityRange]) -> Descriptor {
     let target = Target::Gpu { compute_capabilities: compute_capabilities.to_vec() };
-    grouped_gemm(technique, quant, (target, BTreeMap::from([(Library::Driver, None), (Library::Nvrtc, Some("13.0"))])))
+    let libraries = BTreeMap::from([(Library::Driver, None), (Library::Nvrtc, Some("13.0"))]);
+    // NCCL goes from GPU to GPU: a rank that computes on its cores has none to go through.
+    let transports = vec![Transport::Nccl, Transport::Host];
+    Descriptor { transports, ..grouped_gemm(technique, quant, (target, libraries)) }
 }
 
 /// All techniques compute rows alike, so that shapes matter only as far as NVFP4's blocks go.

@@ -8,7 +8,9 @@ use super::descriptor::{Descriptor, WidenedError};
 use super::environment::Library;
 use super::identity::{Identity, Part};
 use crate::config::Transport;
+
 use crate::exit::{Classify, Exit};
+pub use builtin::OLDEST_NCCL;
 
 /// The family that chooses freely.
 pub const AUTO: &str = "auto";
@@ -72,6 +74,8 @@ pub struct TransportDescriptor {
     pub transport: Transport,
     /// What it loads, with the earliest version that will do where that matters.
     pub libraries: BTreeMap<Library, Option<&'static str>>,
+    /// `auto` takes it in worlds of at least so many ranks; where it is asked for by name, any will do.
+    pub auto_from_num_ranks: usize,
     /// What it does depends on which ranks share a host: then ranks must agree on that too.
     pub reads_node_layout: bool,
 }

@@ -21,6 +21,9 @@ impl<'a, I: Iterator<Item = &'a Candidate> + Clone> fmt::Display for Trail<I> {
             for refusal in &candidate.refusals {
                 write!(f, "\n    {refusal}")?;
             }
+            for passed_over in &candidate.passed_over {
+                write!(f, "\n    passed over, {passed_over}")?;
+            }
             for assumption in &candidate.assumptions {
                 write!(f, "\n    not known, {assumption}")?;
             }

@@ -45,9 +45,11 @@ pub(crate) fn registry() -> Registry {
     descriptors.extend(hosts().descriptors().iter().cloned());
     descriptors.push(vectors);
     let mut transports = hosts().transports().to_vec();
+    transports.retain(|known| known.transport == Transport::Host);
     transports.push(TransportDescriptor {
         transport: Transport::Nccl,
         libraries: BTreeMap::from([(Library::Nccl, Some("2.20"))]),
+        auto_from_num_ranks: 1,
         reads_node_layout: true,
     });
     Registry::new(descriptors, transports).unwrap()

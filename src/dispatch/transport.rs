@@ -1,8 +1,12 @@
-//! The `host` transport: dispatch and combine as MPI all-to-alls of plain bytes. Carries out plans, decides nothing.
+//! Dispatch and combine as all-to-alls of plain bytes, packed and unpacked on the host: the same code whoever carries them.
+//! Carries out plans, decides nothing.
 
 use std::fmt;
+use std::rc::Rc;
+use std::time::Instant;
 
 use crate::dispatch::capacity::{Capacity, CapacityError, Chunks};
+use crate::dispatch::carrier::{Carrier, CarryError};
 use crate::dispatch::combine::{self, CombineMode, RowForm};
 use crate::dispatch::layout::{PayloadForm, TokenLayout};
 use crate::dispatch::placement::Placement;
@@ -85,8 +89,8 @@ pub fn exchange_sizes(
 }
 
 /// Carries the tokens of one layer.
-#[derive(Debug, Clone, Copy)]
-pub struct HostTransport {
+#[derive(Debug, Clone)]
+pub struct TokenTransport {
     /// Who owns what.
     pub placement: Placement,
     /// The form of a travelling token's values.
@@ -95,6 +99,8 @@ pub struct HostTransport {
     pub mode: CombineMode,
     /// A row that comes back.
     pub row_form: RowForm,
+    /// Who moves the bytes.
+    pub carrier: Rc<dyn Carrier>,
 }
 
 /// What arrived, and all that combine needs to send it back.
@@ -115,11 +121,19 @@ pub struct Handle {
     pub num_sent_remote: u64,
 }
 
-impl HostTransport {
+impl TokenTransport {
     /// Sends this rank's tokens `[num_tokens, hidden]` to their experts' ranks and receives those that come here;
     /// collective. `chunk_tokens` bounds every rank's tokens and is equal on all.
-    #[must_use]
-    pub fn dispatch(&self, world: &World, values: &[f32], slots: Slots<'_>, chunk_tokens: usize) -> Handle {
+    ///
+    /// # Errors
+    /// If the carrier fails, on its rank, which then has to end the job.
+    pub fn dispatch(
+        &self,
+        world: &World,
+        values: &[f32],
+        slots: Slots<'_>,
+        chunk_tokens: usize,
+    ) -> Result<Handle, CarryError> {
         let layout = self.layout(slots.num_topk);
         let row_bytes = layout.row_bytes();
         let plan = DispatchPlan::new(self.placement, slots);
@@ -128,16 +142,13 @@ impl HostTransport {
         let num_received: Vec<usize> =
             world.all_to_all_u64(&counts).iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect();
         let (bytes, sent_quant) = self.pack(&layout, (&plan, slots), values);
-        let received = world.all_to_all_bytes(
-            Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) },
-            &scaled(&num_received, row_bytes),
-            chunk_tokens * row_bytes,
-        );
+        let send = Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) };
+        let received = self.carry(world, send, &scaled(&num_received, row_bytes), chunk_tokens * row_bytes)?;
         drop(bytes);
         let (compute, weights, tokens) = self.unpack(&layout, &received, world.rank());
         let num_remote: usize =
             num_sent.iter().enumerate().filter(|&(r, _)| r != world.rank().index()).map(|(_, n)| n).sum();
-        Handle {
+        Ok(Handle {
             dispatch: plan,
             num_received,
             weights,
@@ -145,11 +156,14 @@ impl HostTransport {
             tokens,
             sent_quant,
             num_sent_remote: num_remote as u64,
-        }
+        })
     }
 
     /// Sends the computed rows `[num_rows, hidden]` back and adds what comes home into `out` `[num_tokens, hidden]`,
     /// which starts at zero; collective. `slots` and `chunk_tokens` are those of the dispatch.
+    ///
+    /// # Errors
+    /// If the carrier fails, on its rank, which then has to end the job.
     pub fn combine(
         &self,
         world: &World,
@@ -157,7 +171,7 @@ impl HostTransport {
         rows: &[f32],
         (slots, chunk_tokens): (Slots<'_>, usize),
         out: &mut [f32],
-    ) {
+    ) -> Result<(), CarryError> {
         let row_bytes = self.row_form.form.row_bytes(self.row_form.hidden);
         let (bytes, num_back, max_rows) = match self.mode {
             CombineMode::Slot => (
@@ -173,12 +187,28 @@ impl HostTransport {
         };
         let num_home = scaled(&self.mode.rows_from(&handle.dispatch), row_bytes);
         let send = Parts { bytes: &bytes, counts: &scaled(&num_back, row_bytes) };
-        let home = world.all_to_all_bytes(send, &num_home, max_rows * row_bytes);
+        let home = self.carry(world, send, &num_home, max_rows * row_bytes)?;
         let returned: Vec<&[u8]> = runs(&home, &num_home);
         match self.mode {
             CombineMode::Slot => combine::add_slots(&returned, self.placement, slots, self.row_form, out),
             CombineMode::Rank => combine::add_sums(&returned, &handle.dispatch, self.row_form, out),
         }
+        Ok(())
+    }
+
+    /// The bytes of all ranks to where they belong, timed for the log.
+    fn carry(
+        &self,
+        world: &World,
+        send: Parts<'_>,
+        recv_counts: &[usize],
+        max_run_bytes: usize,
+    ) -> Result<Vec<u8>, CarryError> {
+        let (begin, before) = (Instant::now(), world.exchanged().sent_bytes);
+        let received = self.carrier.all_to_all_bytes(world, send, recv_counts, max_run_bytes)?;
+        let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
+        tracing::debug!(carrier = self.carrier.name(), sent_bytes, us, "carried");
+        Ok(received)
     }
 
     fn layout(&self, num_topk: usize) -> TokenLayout {

@@ -1,0 +1,106 @@
+//! What carries tokens, on hosts without GPUs: NCCL can't be had there, which all ranks are told alike.
+
+use crate::support::fixtures;
+use crate::support::launch::{Job, mpirun};
+use crate::support::report::Report;
+use crate::support::run::Work;
+
+/// A run of a fixture's first layer on two ranks, with `words` beside.
+fn job(work: &Work, words: &[&str]) -> Job {
+    let fixture = fixtures::named("modelopt-qwen3-tiny");
+    let layer = &fixture.layers[0];
+    let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
+    let mut own = vec![
+        "run".to_owned(),
+        format!("--checkpoint={}", fixtures::checkpoint(fixture.name).display()),
+        format!("--layers={}", layer.layer),
+        format!("--input={}:{}", layer.file.display(), layer.tensor("x")),
+    ];
+    if !words.iter().any(|word: &String| word.starts_with("--output=")) {
+        own.push(format!("--output={}", work.path("output").display()));
+    }
+    mpirun(2).args(own.into_iter().chain(words))
+}
+
+/// Asked for by name it is refused, with what every implementation says, by one rank for all.
+#[test]
+fn nccl_without_gpus_is_refused_on_all_ranks() {
+    let work = Work::new();
+    let trail = ["travels by host; dispatch.transport is nccl (ranks 0-1)", "runs on GPUs; cluster.device is cpu"];
+    job(&work, &["--transport=nccl"]).run().fails_clearly(3, &trail);
+    // What runs on cores alone has no GPU to go through, whatever the machine has.
+    let cores = ["backend simd does not serve layer 0", trail[0], "set dispatch.transport to auto"];
+    job(&work, &["--transport=nccl", "--backend=simd"]).run().fails_clearly(2, &cores);
+}
+
+/// Left to choose, ranks go over the host, and the log and the report say so.
+#[test]
+fn auto_takes_the_host_and_says_so() {
+    let work = Work::new();
+    let report = work.path("report.json");
+    let outcome = job(&work, &["--transport=auto", &format!("--report={}", report.display())]).run().expect_code(0);
+    assert!(outcome.stderr.contains("over host, preferred by"), "{}", outcome.printed());
+    assert!(!outcome.stderr.contains("passed over"), "nothing better was to be had: {}", outcome.printed());
+    assert_eq!(Report::read(&report).at("/decided/layers/0/transport"), "host");
+}
+
+/// A run on GPUs; their libraries are where this process's variables say.
+fn gpu_job(work: &Work, words: &[&str]) -> Job {
+    let own = ["--set=cluster.device=gpu", "--combine=slot"];
+    job(work, &own.into_iter().chain(words.iter().copied()).collect::<Vec<_>>())
+}
+
+#[test]
+#[ignore = "needs two GPUs, NVRTC and NCCL"]
+fn two_gpus_nccl_gives_the_bits_that_mpi_gives() {
+    for backend in ["mma_sync", "wgmma"] {
+        for form in [["--payload=bf16", "--activations=bf16"], ["--payload=nvfp4", "--activations=quantised"]] {
+            let [over_mpi, over_nccl] = ["host", "nccl"].map(|transport| {
+                let work = Work::new();
+                let (report, output) = (work.path("report.json"), work.path("rows"));
+                let files = [format!("--report={}", report.display()), format!("--output={}", output.display())];
+                let words = [&*format!("--backend={backend}"), &*format!("--transport={transport}"), form[0], form[1]];
+                let words: Vec<&str> = words.into_iter().chain(files.iter().map(String::as_str)).collect();
+                gpu_job(&work, &words).run().expect_code(0);
+                assert_eq!(Report::read(&report).at("/decided/layers/0/transport"), transport);
+                std::fs::read(output).expect("an output")
+            });
+            assert!(over_mpi == over_nccl, "{backend} {form:?}: the bits differ");
+        }
+    }
+}
+
+/// Case G4.
+#[test]
+#[ignore = "needs a GPU, NVRTC and NCCL"]
+fn two_gpus_two_ranks_on_one_are_refused_before_nccl() {
+    let refused = gpu_job(&Work::new(), &["--transport=nccl"]).env("CUDA_VISIBLE_DEVICES", "0").run();
+    refused.fails_clearly(2, &["needs a GPU for every rank; these share GPU-", "(ranks 0-1)"]);
+}
+
+/// Hazard 3 with the real parts: before ranks join, and as they join.
+#[test]
+#[ignore = "needs two GPUs, NVRTC and NCCL"]
+fn two_gpus_a_rank_that_cannot_build_its_transport() {
+    for (stage, code) in [("transport", 3), ("join", 5)] {
+        let fault = format!("1:{stage}:error");
+        let run = |transport: &str| {
+            let work = Work::new();
+            let job = gpu_job(&work, &[&format!("--transport={transport}"), "--set=timeouts.start_s=20"]);
+            job.env("LOCKSTEP_FAULT", &fault).run()
+        };
+        let told = format!("rank 1: rank 1 was told to fail at {stage}");
+        run("nccl").fails_clearly(code, &["dispatch.transport is nccl", &told]);
+        let outcome = run("auto").expect_code(0);
+        assert!(outcome.stderr.contains("tokens travel over host") && outcome.stderr.contains(&told));
+    }
+}
+
+/// A fault of a transport that is not used changes nothing; one that can't be read names the stages there are.
+#[test]
+fn faults_of_a_transport_that_is_not_used_do_not_strike() {
+    let work = Work::new();
+    job(&work, &[]).env("LOCKSTEP_FAULT", "1:transport:error;0:join:error").run().expect_code(0);
+    let misspelt = job(&work, &[]).env("LOCKSTEP_FAULT", "1:transprt:error").run().expect_code(2);
+    assert!(misspelt.stderr.contains("compile, transport, join, dispatch"), "{}", misspelt.printed());
+}
