@@ -1,6 +1,7 @@
 //! `lockstep warmup`: every kernel that a deployment needs, compiled before anything runs. Needs no GPU where `--arch` says
 //! what it is for, no launcher, and of a checkpoint the headers alone.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
@@ -37,6 +38,9 @@ pub struct WarmupArgs {
     /// What is compiled for: sm_80, sm_90a, sm_100a, sm_103a, sm_120a, or several; default: the GPUs that are visible.
     #[arg(long, value_name = "ARCH,...", value_delimiter = ',', value_parser = arch)]
     pub arch: Vec<Arch>,
+    /// Only kernels of these names, as in quantise,permute; default: all that the layers need.
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    pub kernels: Vec<String>,
     /// Where kernels go: the layer behind all ranks' directories, which can be shipped, or under a launcher the ranks' own.
     #[arg(long, value_enum, default_value = "shared")]
     pub into: Into,
@@ -83,11 +87,22 @@ pub enum WarmupError {
         /// What it runs.
         capability: String,
     },
+    /// A name in `--kernels` that is none.
+    #[error("--kernels {name}: the layers need no kernel of that name; they need {}", needed.join(", "))]
+    NoKernel {
+        /// As given.
+        name: String,
+        /// The names there are.
+        needed: Vec<&'static str>,
+    },
 }
 
 impl Classify for WarmupError {
     fn exit(&self) -> Exit {
-        Exit::Environment
+        match self {
+            Self::NoKernel { .. } => Exit::BadInput,
+            Self::NoArch { .. } | Self::Capability { .. } => Exit::Environment,
+        }
     }
 }
 
@@ -102,6 +117,7 @@ pub fn command(args: &WarmupArgs, env: &EnvVars) -> Result<Exit, Failure> {
         let deployment = &effective.deployment;
         let (layers, _) = world.agree(resolve::layers(&args.model, &args.layers, deployment))?;
         let requests = requests(&layers, deployment.moe.batch_invariant, &world.agree(archs(args))?);
+        let requests = world.agree(named(requests, &args.kernels))?;
         let mut cache = open_cache(world, &effective, env, args.into);
         let settings = PrepareSettings {
             nvrtc: env.nvrtc(),
@@ -139,6 +155,16 @@ fn requests(layers: &[ModelLayer], batch_invariant: bool, archs: &[Arch]) -> Vec
         archs.iter().flat_map(requests).collect::<Vec<_>>()
     };
     layers.iter().flat_map(of_layer).collect()
+}
+
+/// Those that `--kernels` names; all if it names none.
+fn named(mut requests: Vec<KernelRequest>, names: &[String]) -> Result<Vec<KernelRequest>, WarmupError> {
+    let needed: BTreeSet<&'static str> = requests.iter().map(|request| request.source.name).collect();
+    if let Some(name) = names.iter().find(|name| !needed.contains(name.as_str())) {
+        return Err(WarmupError::NoKernel { name: name.clone(), needed: needed.into_iter().collect() });
+    }
+    requests.retain(|request| names.is_empty() || names.iter().any(|name| name == request.source.name));
+    Ok(requests)
 }
 
 /// The cache of this rank, as deployment and environment say.

@@ -102,5 +102,5 @@ fn faults_of_a_transport_that_is_not_used_do_not_strike() {
     let work = Work::new();
     job(&work, &[]).env("LOCKSTEP_FAULT", "1:transport:error;0:join:error").run().expect_code(0);
     let misspelt = job(&work, &[]).env("LOCKSTEP_FAULT", "1:transprt:error").run().expect_code(2);
-    assert!(misspelt.stderr.contains("compile, transport, join, dispatch"), "{}", misspelt.printed());
+    assert!(misspelt.stderr.contains("compile, tune, transport, join, dispatch"), "{}", misspelt.printed());
 }

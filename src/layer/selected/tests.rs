@@ -6,8 +6,8 @@ use std::rc::Rc;
 use super::*;
 use crate::backend::{self, Machine};
 use crate::checkpoint::Checkpoint;
-use crate::config::{Activations, Combine, CombineDtype, Payload};
-use crate::dispatch::carrier::Mpi;
+use crate::config::{Activations, Combine, CombineDtype, Payload, Transport};
+use crate::dispatch::carrier::{Carrier, CarryError, Mpi};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::placement::Placement;
 use crate::dispatch::transport::TokenTransport;
@@ -24,6 +24,7 @@ use crate::select::fingerprint::diff;
 use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::tests::worlds::host;
 use crate::select::{Digest, InstructionSet, LayerDecision};
+use crate::world::Parts;
 use crate::world::simulated::simulate;
 
 /// Everything that a session is made from, to change in one place.
@@ -130,6 +131,20 @@ fn load(
     }
 }
 
+/// Carries nothing, under another name.
+#[derive(Debug)]
+struct Elsewhere;
+
+impl Carrier for Elsewhere {
+    fn transport(&self) -> Transport {
+        Transport::Nccl
+    }
+
+    fn all_to_all_bytes(&self, _: &World, _: Parts<'_>, _: &[usize], _: usize) -> Result<Vec<u8>, CarryError> {
+        unreachable!("fingerprints send nothing")
+    }
+}
+
 fn next_up(value: f32) -> f32 {
     f32::from_bits(value.to_bits() + 1)
 }
@@ -191,6 +206,9 @@ fn changes() -> Vec<(&'static str, &'static str, Change)> {
         ("activations", "selection", |m| m.deployment.moe.activations = Activations::Bf16),
         ("reduced input_scale", "layers.*.scales.fc1_input", |m| {
             m.change_loaded = |l| l.input_scale = l.input_scale.map(next_up);
+        }),
+        ("what carries tokens", "layers.*.travel.carrier", |m| {
+            m.change_loaded = |l| l.transport.carrier = Rc::new(Elsewhere);
         }),
         ("a router's bias", "layers.*.scales.router_bias", |m| {
             m.change_loaded = |l| {

@@ -1,6 +1,6 @@
 //! The digest that `resolve` prints: a selection, and everything that it follows from.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use super::super::deployment::{DeploymentFacts, ExpertSplit};
 use super::super::environment::{Environment, Fact, Library};
@@ -113,8 +113,11 @@ fn add_environments(
             Fact::Unknown => "unknown".to_owned(),
         });
     }
-    for library in libraries_read(registry) {
-        add(format!("environment.{}", library.name()), &|environment| environment.libraries.get(library).to_string());
+    for (library, reads_version) in libraries_read(registry) {
+        add(format!("environment.{}", library.name()), &|environment| match environment.libraries.get(library) {
+            Fact::Present(_) if !reads_version => "present".to_owned(),
+            fact => fact.to_string(),
+        });
     }
     for flag in registry.descriptors().iter().filter_map(|descriptor| descriptor.opt_in) {
         add(format!("environment.flags.{flag}"), &|environment| match &environment.flags {
@@ -125,10 +128,15 @@ fn add_environments(
     }
 }
 
-fn libraries_read(registry: &Registry) -> BTreeSet<Library> {
-    let of_implementations = registry.descriptors().iter().flat_map(|descriptor| descriptor.libraries.keys());
-    let of_transports = registry.transports().iter().flat_map(|transport| transport.libraries.keys());
-    of_implementations.chain(of_transports).copied().collect()
+/// What selection asks libraries for: to be there, or also (true) to be of some version.
+fn libraries_read(registry: &Registry) -> BTreeMap<Library, bool> {
+    let of_implementations = registry.descriptors().iter().flat_map(|descriptor| &descriptor.libraries);
+    let of_transports = registry.transports().iter().flat_map(|transport| &transport.libraries);
+    let mut read = BTreeMap::new();
+    for (library, least) in of_implementations.chain(of_transports) {
+        *read.entry(*library).or_default() |= least.is_some();
+    }
+    read
 }
 
 fn add_problem(fields: &mut Fields, problem: &Problem) {

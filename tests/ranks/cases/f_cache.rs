@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::support::launch::{Job, Outcome, alone, mpirun};
 use crate::support::run::Work;
 
-/// Kernels of the geometry below: one for f32 rows, one for bf16 rows.
+/// The cheapest kernel of the geometry below, in its variants: one for f32 rows, one for bf16 rows.
 const NUM_KERNELS: usize = 2;
 
 /// Where NVRTC is, as the binary under test is to be told; none: the test is skipped.
@@ -47,7 +47,7 @@ impl Warmup {
     }
 
     fn job(&self, job: Job) -> Job {
-        let job = job.args(["warmup", "--model", "kimi-k3", "--into", "ranks", "--json"]);
+        let job = job.args(["warmup", "--model", "kimi-k3", "--kernels", "quantise", "--into", "ranks", "--json"]);
         let job = job.args(["--arch", "sm_90a", "--cache-dir"]).args([&self.cache]);
         match &self.nvrtc {
             Some(nvrtc) => job.env("LOCKSTEP_NVRTC", nvrtc),
@@ -150,7 +150,8 @@ fn f1_eight_processes_race() {
     let Some(warmup) = Warmup::new() else { return };
     let start = || {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
-        command.args(["warmup", "--model", "kimi-k3", "--into", "ranks", "--cache-layout", "flat", "--arch", "sm_90a"]);
+        command.args(["warmup", "--model", "kimi-k3", "--kernels", "quantise", "--into", "ranks"]);
+        command.args(["--cache-layout", "flat", "--arch", "sm_90a"]);
         command.arg("--cache-dir").arg(&warmup.cache).stdout(std::process::Stdio::null());
         if let Some(nvrtc) = &warmup.nvrtc {
             command.env("LOCKSTEP_NVRTC", nvrtc);
@@ -277,7 +278,7 @@ fn with_mounts(warmup: &Warmup, line: &str) -> Option<std::process::Output> {
     let mut command = Command::new("unshare");
     command.args(["-m", "sh", "-c", line]);
     command.env("LOCKSTEP", env!("CARGO_BIN_EXE_lockstep")).env("CACHE", &warmup.cache);
-    command.env("WARMUP", "warmup --model kimi-k3 --into ranks --cache-layout flat --arch sm_90a");
+    command.env("WARMUP", "warmup --model kimi-k3 --kernels quantise --into ranks --cache-layout flat --arch sm_90a");
     if let Some(nvrtc) = &warmup.nvrtc {
         command.env("LOCKSTEP_NVRTC", nvrtc);
     }

@@ -352,6 +352,9 @@ fn of_the_registry() -> Vec<Single> {
         single("libraries of a transport", &["registry.transport.*.libraries"], |i| {
             transports(i, |t| _ = t.libraries.insert(Library::Nccl, Some("2.21")));
         }),
+        single("when a transport is taken unasked", &["registry.transport.*.auto_from_num_ranks"], |i| {
+            transports(i, |t| t.auto_from_num_ranks += 1);
+        }),
         single("what a transport reads", &["registry.transport.*.reads_node_layout"], |i| {
             transports(i, |t| t.reads_node_layout = false);
         }),
