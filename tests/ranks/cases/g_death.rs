@@ -11,10 +11,11 @@
 //! | (e) panic in a worker thread | the same, `panic_thread` |
 //! | (f) an `Err` is returned | `g5_a_rank_fails` |
 //! | `kill -9`, `kill -SEGV` | `g5_a_rank_is_killed` |
-//! | (g) a libcuda that lacks a symbol, on one rank | not there yet: nothing loads libcuda |
+//! | (g) a libcuda that lacks a symbol, on one rank | `g5_g_a_driver_that_lacks_a_function_on_one_rank` |
 
 use std::time::Duration;
 
+use crate::support::driver::Driver;
 use crate::support::fixtures;
 use crate::support::launch::{Outcome, launcher, mpirun};
 use crate::support::run::{Run, Work};
@@ -144,4 +145,19 @@ fn a4_exchanges_in_rounds() {
         let rounds = run.clone().env("LOCKSTEP_FAULT", &format!("*:start:round_bytes={round_bytes}")).succeed();
         assert_eq!(rounds.sha256, whole.sha256, "rounds of {round_bytes} bytes");
     }
+}
+
+/// An older driver on one host: that rank says so, and all end before anything is compiled.
+#[test]
+fn g5_g_a_driver_that_lacks_a_function_on_one_rank() {
+    let without = "cuDeviceGetUuid_v2";
+    let defines = ["DEVICES=2", "INIT=0", "MAJOR=9"];
+    let (whole, old) = (Driver::new(&defines, None), Driver::new(&defines, Some(without)));
+    let path = |driver: &Driver| driver.dir().display().to_string();
+    let work = Work::new();
+    let job = mpirun(RANKS).args(["warmup", "--model", "kimi-k3", "--into", "ranks", "--cache-dir"]);
+    let job = job.args([&work.path("cache")]).env("LOCKSTEP_NVRTC", "/nowhere").env("LD_LIBRARY_PATH", &path(&whole));
+    let outcome = job.env_of(2, "LD_LIBRARY_PATH", &path(&old)).run();
+    let outcome = outcome.fails_clearly(3, &["too old", without]);
+    assert_blamed(&outcome, 2);
 }

@@ -5,6 +5,7 @@
 pub mod checkpoint;
 pub mod compare;
 pub mod disturb;
+pub mod driver;
 pub mod fixtures;
 pub mod launch;
 pub mod made;

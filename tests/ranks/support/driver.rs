@@ -1,0 +1,64 @@
+//! Stand-ins for the CUDA driver, compiled here: with devices or none, and without a function where asked.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Every function that the door looks for, from its own list.
+fn functions() -> Vec<String> {
+    let source =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/library.rs")).expect("the door");
+    let list = &source[source.find("const FUNCTIONS").expect("the list")..];
+    let list = &list[..list.find("];").expect("its end")];
+    list.split('"').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// What a stand-in answers where the probe asks; everything else is an error. `DEVICES` devices of compute capability 9.0.
+const ANSWERS: &str = r#"
+#include <string.h>
+int cuInit(unsigned flags) { return DEVICES == 0 ? 100 : INIT; }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 1ull << 37; return 0; }
+int cuDeviceGetName(char *name, int len, int device) { strncpy(name, "Stand-in GPU", len); return 0; }
+int cuDeviceGetPCIBusId(char *id, int len, int device) { strncpy(id, "0000:19:00.0", len); return 0; }
+int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? MAJOR : attribute == 76 ? 0 : 132;
+    return 0;
+}
+int cuGetErrorString(int code, const char **text) { *text = "a stand-in's error"; return 0; }
+"#;
+
+/// A library to put on `LD_LIBRARY_PATH`.
+pub struct Driver {
+    dir: tempfile::TempDir,
+}
+
+impl Driver {
+    /// A stand-in, without one function.
+    pub fn new(defines: &[&str], without: Option<&str>) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let mut source = ANSWERS.to_owned();
+        let names = functions().into_iter().chain(["cuEventElapsedTime".to_owned()]);
+        for name in names.filter(|name| !ANSWERS.contains(&format!("int {name}("))) {
+            source.push_str(&format!("int {name}(void) {{ return 999; }}\n"));
+        }
+        if let Some(without) = without {
+            source = source.replace(&format!("int {without}("), &format!("int no_{without}("));
+        }
+        let file = dir.path().join("driver.c");
+        fs::write(&file, source).expect("written");
+        let mut command = Command::new("cc");
+        command.args(["-shared", "-fPIC", "-w", "-o"]).arg(dir.path().join("libcuda.so.1")).arg(&file);
+        command.args(defines.iter().map(|define| format!("-D{define}")));
+        assert!(command.status().expect("cc, which MPI needs as well").success());
+        Self { dir }
+    }
+
+    /// The directory that it lies in.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+}
