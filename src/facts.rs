@@ -53,6 +53,23 @@ impl Classify for FactsError {
 /// # Errors
 /// If the machine lacks `wanted`.
 pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Environment, FactsError> {
+    machine(world, env, wanted).map(|machine| machine.environment)
+}
+
+/// What a rank knows of the machine that it runs on.
+#[derive(Debug, Clone)]
+pub struct Machine {
+    /// What all ranks select from.
+    pub environment: Environment,
+    /// The number in this process of the GPU that this rank drives; 0 where it has none.
+    pub gpu_ordinal: u32,
+}
+
+/// [`environment`], and what is this process's own business.
+///
+/// # Errors
+/// As [`environment`].
+pub fn machine(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Machine, FactsError> {
     let best = Isa::detect();
     let isa = wanted.unwrap_or(best);
     let host = world.host().to_owned();
@@ -80,6 +97,7 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
         }
         None => Fact::Unknown,
     };
+    let gpu_ordinal = gpu.as_ref().map_or(0, |facts| facts.ordinal);
     let gpu = gpu.map_or(Fact::Absent, |facts| {
         Fact::Present(Gpu { name: facts.name, uuid: Some(facts.uuid), compute_capability: facts.compute_capability })
     });
@@ -96,7 +114,7 @@ pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<
         info,
     };
     pretend(&mut environment, world.faults_at(Stage::Start));
-    Ok(environment)
+    Ok(Machine { environment, gpu_ordinal })
 }
 
 /// What faults say that this rank has in place of what it has.
@@ -127,13 +145,6 @@ fn nccl(env: &EnvVars) -> (Fact<String>, String) {
 fn gpu_of(world: &World, mut devices: Vec<DeviceFacts>) -> Option<DeviceFacts> {
     let at = world.local_rank().checked_rem(devices.len())?;
     Some(devices.swap_remove(at))
-}
-
-/// The number in this process of the GPU that this rank drives; 0 where it has none.
-#[must_use]
-pub fn gpu_ordinal(world: &World) -> u32 {
-    let devices = if host::nvidia_driver().is_some() { Devices::probe().devices } else { Vec::new() };
-    gpu_of(world, devices).map_or(0, |facts| facts.ordinal)
 }
 
 /// A backend's instruction set as selection knows it.

@@ -10,7 +10,7 @@ use crate::checkpoint;
 use crate::config::{ConfigError, Deployment, Device, Effective};
 use crate::env::{EnvError, EnvVars};
 use crate::exit::{Classify, Exit, Known};
-use crate::facts::{self, FactsError};
+use crate::facts::{self, FactsError, Machine};
 use crate::fault::{FaultError, Faults, Injected, Stage};
 use crate::ids::Rank;
 use crate::jit::cache;
@@ -202,7 +202,7 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.begin("reading its deployment");
     let effective = world.agree(common.deployment.effective(env))?;
     world.begin("looking at its machine");
-    let environment = world.agree(facts::environment(world, env, common.isa.named()))?;
+    let Machine { environment, gpu_ordinal } = world.agree(facts::machine(world, env, common.isa.named()))?;
     let asked = asked.iter().cloned().chain([("print-config", common.print_config.to_string())]).collect();
     agree_on(world, START, fingerprint(&effective, &environment, &asked))?;
     if !world.agree(common.start(env, &effective, world.is_root()))? {
@@ -218,7 +218,6 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
-    let gpu_ordinal = facts::gpu_ordinal(world);
     let cache_dir = cache_dir(&effective, env).map(Into::into);
     let jit = JitOptions { cache_dir, nvrtc: env.nvrtc().map(str::to_owned) };
     let nccl = env.nccl().map(str::to_owned);

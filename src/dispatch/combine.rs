@@ -28,6 +28,15 @@ impl CombineMode {
         }
     }
 
+    /// Rows at most that come back from one rank for a token.
+    #[must_use]
+    pub const fn max_rows(self, num_topk: usize) -> usize {
+        match self {
+            Self::Slot => num_topk,
+            Self::Rank => 1,
+        }
+    }
+
     /// Rows of `plan` that come back from each rank.
     #[must_use]
     pub fn rows_from(self, plan: &DispatchPlan) -> Vec<usize> {

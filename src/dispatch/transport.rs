@@ -173,18 +173,16 @@ impl TokenTransport {
         out: &mut [f32],
     ) -> Result<(), CarryError> {
         let row_bytes = self.row_form.form.row_bytes(self.row_form.hidden);
-        let (bytes, num_back, max_rows) = match self.mode {
-            CombineMode::Slot => (
-                combine::return_slots(rows, &handle.compute, self.row_form),
-                handle.rows_of_sources(),
-                chunk_tokens * slots.num_topk,
-            ),
+        let (bytes, num_back) = match self.mode {
+            CombineMode::Slot => {
+                (combine::return_slots(rows, &handle.compute, self.row_form), handle.rows_of_sources())
+            }
             CombineMode::Rank => (
                 combine::return_sums(rows, &handle.compute, &handle.weights, self.row_form),
                 handle.num_received.clone(),
-                chunk_tokens,
             ),
         };
+        let max_rows = chunk_tokens * self.mode.max_rows(slots.num_topk);
         let num_home = scaled(&self.mode.rows_from(&handle.dispatch), row_bytes);
         let send = Parts { bytes: &bytes, counts: &scaled(&num_back, row_bytes) };
         let home = self.carry(world, send, &num_home, max_rows * row_bytes)?;

@@ -7,10 +7,9 @@ use std::time::Duration;
 use crate::config::{Choice as _, Transport};
 use crate::dispatch::carrier::{Carrier, Mpi};
 use crate::dispatch::choice::{Report, Trail, Verdict, judge};
-use crate::dispatch::layout::TokenLayout;
 use crate::dispatch::nccl::{NcclCarrier, NcclOptions, Prepared};
 use crate::dispatch::staging::Staging;
-use crate::dispatch::travel::{payload_form, row_form};
+use crate::dispatch::travel::{combine_mode, row_form, token_layout};
 use crate::exit::{Classify, Exit};
 use crate::fault::{Injected, Stage};
 use crate::model::MoeGeometry;
@@ -175,11 +174,9 @@ fn say_given_up(world: &World, trail: &Trail) {
 fn max_run_bytes(options: &SessionOptions<'_>, geometry: &MoeGeometry, plans: &[LayerPlan]) -> usize {
     let tokens = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
     let of_layer = |plan: &LayerPlan| {
-        let (decision, num_topk) = (&plan.decision, geometry.num_topk);
-        let layout = TokenLayout { payload: payload_form(decision, 1.0), hidden: geometry.expert_hidden, num_topk };
-        let row = row_form(geometry, decision);
-        let rows = if decision.combine_at_home { num_topk } else { 1 };
-        layout.row_bytes().max(rows.saturating_mul(row.form.row_bytes(row.hidden)))
+        let row = row_form(geometry, &plan.decision);
+        let rows = combine_mode(&plan.decision).max_rows(geometry.num_topk);
+        token_layout(geometry, &plan.decision).row_bytes().max(rows.saturating_mul(row.form.row_bytes(row.hidden)))
     };
     tokens.saturating_mul(plans.iter().map(of_layer).max().unwrap_or(0))
 }

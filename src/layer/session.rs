@@ -106,10 +106,10 @@ impl Session {
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
+        let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
-        let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
         let backends = world.agree(build_backends(world, &selected, options, kernels))?;
         let carriers = Carriers::build(world, options, (&geometry, &plans), &selected.selection)?;
         world.enter(load);

@@ -187,7 +187,7 @@ mod tests {
     use super::*;
     use crate::config::{Combine, CombineDtype, Payload};
     use crate::model::LatentGeometry;
-    use crate::routing::RoutingMethod;
+    use crate::select::tests::worlds::small_geometry as geometry;
 
     /// A layer of eight calibrated NVFP4 experts.
     fn facts() -> LayerFacts {
@@ -198,20 +198,6 @@ mod tests {
             has_input_scales: true,
             wants_quantised: true,
             shared: Some(SharedFacts { is_nvfp4: true, has_input_scales: true, wants_quantised: true }),
-        }
-    }
-
-    fn geometry() -> MoeGeometry {
-        MoeGeometry {
-            hidden: 128,
-            expert_hidden: 128,
-            intermediate: 64,
-            num_experts: 8,
-            num_topk: 2,
-            shared: None,
-            latent: None,
-            routing: RoutingMethod::Renormalize,
-            activation: Activation::Swiglu,
         }
     }
 

@@ -3,13 +3,10 @@
 use super::super::environment::Fact;
 use super::super::fingerprint::diff;
 use super::super::*;
-use super::worlds::{deployment, gb300, h200, host, hosts, k3, qwen3, registry};
+use super::worlds::{deployment, gb300, h200, host, hosts, k3, qwen3, registry, small_geometry};
 use crate::config::{self, Activations, Device};
 use crate::exit::{Classify, Exit};
 use crate::ids::{LayerIdx, Rank};
-use crate::model::MoeGeometry;
-use crate::numerics::activation::Activation;
-use crate::routing::RoutingMethod;
 
 fn cpu(num_ranks: usize) -> (DeploymentFacts, Vec<Environment>) {
     (deployment(num_ranks, Device::Cpu, "auto"), vec![host(InstructionSet::Avx2); num_ranks])
@@ -171,17 +168,7 @@ fn what_is_unknown_is_not_refused_but_said() {
 
 #[test]
 fn what_the_checkpoint_keeps_unquantised_outranks_an_override() {
-    let geometry = MoeGeometry {
-        hidden: 128,
-        expert_hidden: 128,
-        intermediate: 64,
-        num_experts: 8,
-        num_topk: 2,
-        shared: None,
-        latent: None,
-        routing: RoutingMethod::Renormalize,
-        activation: Activation::Swiglu,
-    };
+    let geometry = small_geometry();
     let mut deployment = config::Deployment::default();
     deployment.moe.activations = Activations::Quantised;
     let facts = |layer, num_nvfp4, num_bf16| LayerFacts {

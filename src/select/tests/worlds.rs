@@ -8,6 +8,24 @@ use super::super::registry::TransportDescriptor;
 use super::super::*;
 use crate::config::{self, CombineDtype, Device, Payload, Transport};
 use crate::ids::LayerIdx;
+use crate::model::MoeGeometry;
+use crate::numerics::activation::Activation;
+use crate::routing::RoutingMethod;
+
+/// A small model without latent and shared experts.
+pub(crate) fn small_geometry() -> MoeGeometry {
+    MoeGeometry {
+        hidden: 128,
+        expert_hidden: 128,
+        intermediate: 64,
+        num_experts: 8,
+        num_topk: 2,
+        shared: None,
+        latent: None,
+        routing: RoutingMethod::Renormalize,
+        activation: Activation::Swiglu,
+    }
+}
 
 /// What of this build runs on hosts: the GPU techniques of these worlds are made up, so that they refuse for more reasons.
 pub(crate) fn hosts() -> Registry {
