@@ -10,9 +10,7 @@ use crate::ids::LayerIdx;
 use crate::layer::{
     JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions,
 };
-use crate::report::{
-    BytesReport, Decided, DecidedLayer, DecidedTactic, LayerOutcome, RankReport, RunReport, StepReport,
-};
+use crate::report::{LayerOutcome, RunReport, Trace};
 use crate::routing::{RoutingError, TopK};
 use crate::select::Environment;
 use crate::world::{Phase, Refusal, World};
@@ -21,6 +19,12 @@ use super::options::WorkArgs;
 use super::progress::Progress;
 use super::values::{self, InputRef, Split};
 use super::world::Started;
+
+use joined::{decided, join, new_report};
+use trace::Recorder;
+
+mod joined;
+mod trace;
 
 /// What can end a job.
 #[derive(Debug, thiserror::Error)]
@@ -141,6 +145,8 @@ pub struct Job<'a> {
     pub topk: Option<&'a Path>,
     /// How often the whole is repeated.
     pub steps: u64,
+    /// Every phase of every rank is kept.
+    pub trace: bool,
     /// Threads of this rank.
     pub num_threads: usize,
     /// The number in this process of this rank's GPU, where it drives one.
@@ -173,6 +179,7 @@ impl<'a> Job<'a> {
             part: work.part.into(),
             topk: work.topk.as_deref(),
             steps: 1,
+            trace: false,
             num_threads: started.num_threads,
             gpu_ordinal: started.gpu_ordinal,
             jit: &started.jit,
@@ -202,6 +209,8 @@ pub struct Results {
     pub layers: Vec<LayerRows>,
     /// What was done, on rank 0.
     pub report: Option<RunReport>,
+    /// When it was done, on rank 0, where it was asked for.
+    pub trace: Option<Trace>,
 }
 
 /// This rank's share of the input.
@@ -243,22 +252,28 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     bar.finish();
     world.agree(check_width(job, &session, &share))?;
     let topk = world.agree(read_topk(job, &session, &share))?;
-    let load_s = begin.elapsed().as_secs_f64();
+    let load = begin.elapsed();
+    session.enter_steps(world);
+    let mut recorder = job.trace.then(|| Recorder::start(world, begin, load));
     let before = world.traffic();
-    let mut steps = run_steps(world, job, (&session, &share), &topk)?;
+    let mut steps = run_steps(world, job, (&session, &share), (&topk, recorder.as_mut()))?;
     let moved = world.traffic() - before;
-    let mut report = new_report(world, job, &session, &share, load_s);
+    let mut report = new_report(world, job, &session, &share, load.as_secs_f64());
     for (layer, done) in session.layers().iter().zip(&steps.layers) {
         let first_expert = layer.transport().placement.local_experts(world.rank()).start;
         report.add_layer(layer.decision().layer, first_expert, &done.stats, done.outcome);
     }
-    report.dispatch_bytes_sent = world.exchanged().sent_bytes;
+    report.bytes_to = world.carried_to();
+    let of_peer = |(rank, bytes): (usize, &u64)| if rank == world.rank().index() { 0 } else { *bytes };
+    report.dispatch_bytes_sent = report.bytes_to.iter().enumerate().map(of_peer).sum();
     report.step_collectives = moved.collectives;
     report.peak_rss_bytes = crate::host::peak_rss_bytes().unwrap_or_default();
-    let joined = join(world, &report, decided(world, job, &session), std::mem::take(&mut steps.step_us));
+    let decided = decided(world, job, &session);
+    let trace = recorder.and_then(|recorder| recorder.finish(&decided));
+    let joined = join(world, &report, decided, std::mem::take(&mut steps.step_us));
     let layers = gather_rows(world, (&session, &share), steps.layers);
     session.close(world);
-    Ok(Results { layers, report: joined })
+    Ok(Results { layers, report: joined, trace })
 }
 
 /// The phase of something that waits for files: a file system may be as slow as for loading.
@@ -351,20 +366,28 @@ fn run_steps(
     world: &World,
     job: &Job<'_>,
     (session, share): (&Session, &Share),
-    topk: &[Option<TopK>],
+    (topk, mut recorder): (&[Option<TopK>], Option<&mut Recorder<'_>>),
 ) -> Result<Steps, JobError> {
-    session.enter_steps(world);
     let bar = job.progress.bar("running steps");
     let mut steps = Steps { layers: Vec::new(), step_us: Vec::new() };
     for step in 0..job.steps.max(1) {
         world.barrier();
         let begin = Instant::now();
         for (position, layer) in session.layers().iter().enumerate() {
-            let input = LayerInput { hidden: &share.hidden, topk: topk[position].as_ref(), part: job.part, step };
-            let output = layer.forward(world, session.capacity(), &input)?;
+            let topk = topk[position].as_ref();
+            let (part, record_spans) = (job.part, recorder.is_some());
+            let input = LayerInput { hidden: &share.hidden, topk, part, step, record_spans };
+            let layer_begin = Instant::now();
+            let mut output = layer.forward(world, session.capacity(), &input)?;
+            if let Some(recorder) = &mut recorder {
+                recorder.layer((step, layer.decision().layer.0), layer_begin, &mut output);
+            }
             record(&mut steps.layers, position, output);
         }
         steps.step_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        if let Some(recorder) = &mut recorder {
+            recorder.step(step, begin);
+        }
         bar.advance(step + 1, job.steps);
     }
     bar.finish();
@@ -385,66 +408,6 @@ fn record(layers: &mut Vec<Done>, position: usize, output: LayerOutput) {
         }
         None => layers.push(Done { output, stats, outcome: LayerOutcome { num_slots, num_not_finite } }),
     }
-}
-
-fn new_report(world: &World, job: &Job<'_>, session: &Session, share: &Share, load_s: f64) -> RankReport {
-    let bytes_read = session.bytes_read();
-    RankReport {
-        rank: world.rank().0,
-        host: world.host().to_owned(),
-        num_tokens: share.rows.len() as u64,
-        num_threads: job.num_threads,
-        bytes_read: BytesReport { experts: bytes_read.experts, replicated: bytes_read.replicated },
-        weight_bytes: session.layers().iter().map(MoeLayer::weight_bytes).sum(),
-        planned_bytes: session.buffers().total_bytes(),
-        peak_rss_bytes: 0,
-        rows_sent: 0,
-        rows_received: 0,
-        dispatch_bytes_sent: 0,
-        step_collectives: 0,
-        launches: Vec::new(),
-        layers: Vec::new(),
-        phases: vec![("load".to_owned(), load_s)],
-    }
-}
-
-fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
-    let layer = |layer: &MoeLayer| DecidedLayer {
-        layer: layer.decision().layer.0,
-        quant: layer.decision().quant.name().to_owned(),
-        activation: layer.decision().activation.to_string(),
-        transport: layer.transport().carrier.name().to_owned(),
-        payload: layer.transport().payload.name().to_owned(),
-        combine: layer.transport().mode.name().to_owned(),
-        combine_dtype: layer.transport().row_form.form.name().to_owned(),
-        identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
-        why: layer.selected().why.to_string(),
-    };
-    let (technique, isa) = session.backend();
-    let (selection, session_digest) = session.digests();
-    Decided {
-        deployment: job.deployment.name.clone(),
-        num_ranks: world.size(),
-        technique: technique.to_owned(),
-        isa: isa.to_string(),
-        selection: selection.to_string(),
-        session: session_digest.to_string(),
-        part: job.part.name().to_owned(),
-        has_latent: session.geometry().latent.is_some(),
-        buffers: *session.buffers(),
-        layers: session.layers().iter().map(layer).collect(),
-        tactics: session.tactics().iter().map(DecidedTactic::from).collect(),
-    }
-}
-
-/// A rank's report is far below this; it bounds the gather alike on all ranks.
-const MAX_REPORT_BYTES: usize = 64 << 20;
-
-fn join(world: &World, report: &RankReport, decided: Decided, step_us: Vec<f64>) -> Option<RunReport> {
-    let mine = serde_json::to_vec(report).unwrap_or_default();
-    let all = world.gather_bytes(&mine, MAX_REPORT_BYTES)?;
-    let ranks = all.iter().filter_map(|bytes| serde_json::from_slice(bytes).ok()).collect();
-    Some(RunReport::join(decided, ranks, StepReport::new(step_us)))
 }
 
 /// Every layer's rows and top-k at rank 0, in the order of the input.

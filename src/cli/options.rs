@@ -29,9 +29,14 @@ pub struct RunArgs {
     /// Repeats the whole so often, for soak and timing.
     #[arg(long, value_name = "N", default_value = "1", value_parser = positive)]
     pub steps: usize,
-    /// Writes the report as JSON to this file.
+    /// Writes the report to this file: as a page to open in a browser where it ends in .html or .htm, else as JSON. May be
+    /// repeated.
     #[arg(long, value_name = "FILE")]
-    pub report: Option<PathBuf>,
+    pub report: Vec<PathBuf>,
+    /// Writes when every rank was in which phase to this file, on one clock, as a trace for https://ui.perfetto.dev or
+    /// chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Writes the router's choice (`layers.N.topk_idx`, `layers.N.topk_weights`) to this file, in the form of --topk.
     #[arg(long, value_name = "FILE")]
     pub export_topk: Option<PathBuf>,

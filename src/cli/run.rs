@@ -1,11 +1,14 @@
 //! `lockstep run`: layers applied to an input over all ranks; output and report appear whole or not at all.
 
+use std::io::Write;
+use std::path::Path;
+
 use half::bf16;
 
 use crate::checkpoint::{self, CheckpointError, OutputData, OutputTensor};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::Stage;
-use crate::report::RunReport;
+use crate::report::{self, RunReport};
 use crate::world::{Refusal, World};
 
 use crate::env::EnvVars;
@@ -55,6 +58,7 @@ pub fn command(args: &RunArgs, env: &EnvVars) -> Result<Exit, Failure> {
         ("layers", args.layers.to_string()),
         ("steps", args.steps.to_string()),
         ("output-dtype", format!("{:?}", args.output_dtype)),
+        ("trace", args.trace.is_some().to_string()),
     ];
     in_world(env, (&args.common, args.work.asked(asked)), |world, started| {
         let layers = match &args.layers {
@@ -63,7 +67,7 @@ pub fn command(args: &RunArgs, env: &EnvVars) -> Result<Exit, Failure> {
         };
         let progress = Progress::new(args.common.log.progress, world.rank().0);
         let job = Job::new(&args.work, started, layers, &progress);
-        let report = run(world, args, &Job { steps: args.steps as u64, ..job })?;
+        let report = run(world, args, &Job { steps: args.steps as u64, trace: args.trace.is_some(), ..job })?;
         let shown = report.as_ref().map_or(Ok(()), |report| show(report, args.common.json));
         world.agree(shown)?;
         let exit = report.map_or(Exit::Fine, |report| report.exit());
@@ -81,21 +85,21 @@ fn show(report: &RunReport, as_json: bool) -> Result<(), OutputError> {
 /// # Errors
 /// The same on all ranks.
 pub fn run(world: &World, args: &RunArgs, job: &Job<'_>) -> Result<Option<RunReport>, RunError> {
-    let Results { layers, report } = job::execute(world, job)?;
+    let results = job::execute(world, job)?;
     world.enter(job::file_phase("write", job.deployment));
     world.begin(format!("writing {}", args.output.display()));
     world.agree(world.fault(Stage::Write))?;
     world.begin(format!("writing {}", args.output.display()));
     let publishing = || world.fault(Stage::Publish).map_err(std::io::Error::other);
-    let written = if world.is_root() { write(args, (&layers, report.as_ref()), &publishing) } else { Ok(()) };
+    let written = if world.is_root() { write(args, &results, &publishing) } else { Ok(()) };
     world.agree(written)?;
     world.begin("printing the report");
-    Ok(report)
+    Ok(results.report)
 }
 
 fn write(
     args: &RunArgs,
-    (layers, report): (&[LayerRows], Option<&RunReport>),
+    Results { layers, report, trace }: &Results,
     publishing: &dyn Fn() -> std::io::Result<()>,
 ) -> Result<(), CheckpointError> {
     let outputs: Vec<_> = layers.iter().map(|rows| output(rows, args.output_dtype)).collect();
@@ -103,13 +107,27 @@ fn write(
     if let Some(path) = &args.export_topk {
         checkpoint::write_outputs(path, &layers.iter().flat_map(topk).collect::<Vec<_>>(), &|| Ok(()))?;
     }
-    if let (Some(path), Some(report)) = (&args.report, report) {
-        checkpoint::write_atomically(path, &|out| {
-            serde_json::to_writer_pretty(&mut *out, report)?;
-            out.write_all(b"\n")
-        })?;
+    for path in &args.report {
+        let Some(report) = report else { continue };
+        checkpoint::write_atomically(path, &|out| write_report(out, path, report))?;
+    }
+    if let (Some(path), Some(trace)) = (&args.trace, trace) {
+        checkpoint::write_atomically(path, &|out| trace.write(out))?;
     }
     Ok(())
+}
+
+/// A page for people where the name says so, else JSON.
+fn write_report(out: &mut dyn Write, path: &Path, report: &RunReport) -> std::io::Result<()> {
+    if is_page(path) {
+        return out.write_all(report::page(report).as_bytes());
+    }
+    serde_json::to_writer_pretty(&mut *out, report)?;
+    out.write_all(b"\n")
+}
+
+fn is_page(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| ["html", "htm"].iter().any(|page| extension.eq_ignore_ascii_case(page)))
 }
 
 /// `layers.N.output` in the dtype asked for.
@@ -137,4 +155,18 @@ fn topk(rows: &LayerRows) -> Vec<(String, OutputTensor)> {
 
 fn shape(num_values: usize, width: usize) -> Vec<usize> {
     vec![num_values / width.max(1), width]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_is_a_page_where_its_name_says_so() {
+        for (name, wanted) in
+            [("a.html", true), ("a.b.HTM", true), ("a.json", false), ("html", false), ("a.html.txt", false)]
+        {
+            assert_eq!(is_page(Path::new(name)), wanted, "{name}");
+        }
+    }
 }

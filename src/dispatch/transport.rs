@@ -204,6 +204,7 @@ impl TokenTransport {
     ) -> Result<Vec<u8>, CarryError> {
         let (begin, before) = (Instant::now(), world.exchanged().sent_bytes);
         let received = self.carrier.all_to_all_bytes(world, send, recv_counts, max_run_bytes)?;
+        world.count_carried_to(send.counts);
         let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
         tracing::debug!(carrier = self.carrier.name(), sent_bytes, us, "carried");
         Ok(received)

@@ -8,6 +8,7 @@ mod parts;
 pub mod plan;
 mod selected;
 mod session;
+mod spans;
 mod stats;
 pub mod tune;
 
@@ -34,6 +35,7 @@ use crate::world::{Refusal, World, WorldError};
 pub use parts::Part;
 pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
 pub use session::{JitOptions, Session, SessionOptions};
+pub use spans::{Span, Work};
 pub use stats::{LayerStats, PhaseTimes};
 
 use parts::{Latent, Router, Shared};
@@ -158,6 +160,8 @@ pub struct LayerInput<'a> {
     pub part: Part,
     /// Counts the steps of a run; equal on all ranks.
     pub step: u64,
+    /// Every phase is kept with its begin: [`PhaseTimes::take_spans`].
+    pub record_spans: bool,
 }
 
 /// What a step yields.
@@ -212,6 +216,9 @@ impl MoeLayer {
         input: &LayerInput<'_>,
     ) -> Result<LayerOutput, LayerError> {
         let mut stats = LayerStats::new(self.transport.placement.local_experts(world.rank()).len());
+        if input.record_spans {
+            stats.times.record_spans();
+        }
         if input.part == Part::Shared {
             let values = self.shared_rows(input.hidden, &mut stats)?;
             return Ok(LayerOutput { values, width: self.geometry.hidden, topk: None, stats });
@@ -256,24 +263,32 @@ impl MoeLayer {
         let rows = RowBucket::of(chunks.first_chunk_tokens * topk.num_topk, self.geometry.num_experts);
         let tactic = self.tactics[rows.index()];
         let mut out = vec![0f32; num_tokens * hidden];
+        let sent_bytes = || world.exchanged().sent_bytes;
         for chunk in 0..chunks.num_chunks {
             let tokens = chunks.tokens(chunk, num_tokens);
             let slots = all.tokens(tokens.clone());
             let span = tokens.start * hidden..tokens.end * hidden;
             world.fault(Stage::Dispatch)?;
+            let sent_before = sent_bytes();
             let mut handle = stats
                 .times
                 .dispatch(|| self.transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens))?;
             stats.count_dispatch(&handle);
+            let (chunk, num_tokens, num_rows) = (chunk as u64, tokens.len() as u64, handle.compute.num_rows() as u64);
+            let work = |sent_bytes| Work { chunk, num_tokens, num_rows, sent_bytes };
+            stats.times.describe(work(sent_bytes() - sent_before));
             world.fault(Stage::Experts)?;
             let poison = world.has_fault(Stage::Experts, &Action::Poison);
             let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, (tactic, poison)));
             let (rows, forward, fc1_input) = rows?;
             stats.count_forward(forward, fc1_input);
+            stats.times.describe(Work { num_tokens: handle.num_received_tokens() as u64, ..work(0) });
             world.fault(Stage::Combine)?;
+            let sent_before = sent_bytes();
             stats.times.combine(|| {
                 self.transport.combine(world, &handle, &rows, (slots, chunks.chunk_tokens), &mut out[span])
             })?;
+            stats.times.describe(work(sent_bytes() - sent_before));
         }
         Ok(out)
     }

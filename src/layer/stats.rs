@@ -7,6 +7,8 @@ use crate::dispatch::transport::Handle;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::Identity;
 
+use super::spans::{Recorder, Span, Work};
+
 /// Counts of one layer on one rank; adds up over steps.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LayerStats {
@@ -94,9 +96,10 @@ fn add_counts<T: Copy + PartialEq>(sums: &mut Vec<(T, u64)>, counts: &[(T, u64)]
 macro_rules! phases {
     ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
         /// Time spent in each phase of a layer.
-        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        #[derive(Debug, Clone, Default, PartialEq, Eq)]
         pub struct PhaseTimes {
             $($(#[$doc])* pub $name: Duration,)+
+            recorder: Recorder,
         }
 
         impl PhaseTimes {
@@ -105,15 +108,20 @@ macro_rules! phases {
                 pub fn $name<T>(&mut self, work: impl FnOnce() -> T) -> T {
                     let begin = Instant::now();
                     let value = work();
-                    self.$name += begin.elapsed();
+                    let time = begin.elapsed();
+                    self.$name += time;
+                    self.recorder.record(stringify!($name), begin, time);
                     value
                 }
             )+
 
-            /// Adds another's times.
+            /// Adds another's times; not its spans.
             pub fn add(&mut self, other: &Self) {
                 $(self.$name += other.$name;)+
             }
+
+            /// Every phase's name.
+            pub const NAMES: &'static [&'static str] = &[$(stringify!($name)),+];
 
             /// Every phase by name.
             #[must_use]
@@ -137,4 +145,52 @@ phases! {
     combine,
     /// The shared experts.
     shared,
+}
+
+impl PhaseTimes {
+    /// From here on every phase is also kept as a [`Span`].
+    pub fn record_spans(&mut self) {
+        self.recorder.start();
+    }
+
+    /// Says what was done in the phase that ended last.
+    pub(super) fn describe(&mut self, work: Work) {
+        self.recorder.describe(work);
+    }
+
+    /// Takes the spans, in the order in which they ended.
+    #[must_use]
+    pub fn take_spans(&mut self) -> Vec<Span> {
+        self.recorder.take()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_add_up_to_the_phases_and_are_kept_where_asked_for() {
+        let mut silent = PhaseTimes::default();
+        silent.dispatch(|| ());
+        silent.describe(Work { chunk: 1, ..Work::default() });
+        assert_eq!(silent.take_spans(), Vec::new());
+
+        let mut times = PhaseTimes::default();
+        times.record_spans();
+        times.dispatch(|| std::hint::black_box(vec![0u8; 1 << 16]));
+        let work = Work { chunk: 1, num_tokens: 2, num_rows: 3, sent_bytes: 4 };
+        times.describe(work);
+        times.experts(|| ());
+        times.dispatch(|| ());
+        let spans = times.take_spans();
+        let phases: Vec<_> = spans.iter().map(|span| (span.phase, span.work)).collect();
+        assert_eq!(phases, [("dispatch", Some(work)), ("experts", None), ("dispatch", None)]);
+        for (name, time) in times.by_name() {
+            let sum: Duration = spans.iter().filter(|span| span.phase == name).map(|span| span.time).sum();
+            assert_eq!(sum, time, "{name}");
+        }
+        assert!(spans.windows(2).all(|pair| pair[0].begin + pair[0].time <= pair[1].begin));
+        assert!(spans.iter().all(|span| PhaseTimes::NAMES.contains(&span.phase)));
+    }
 }

@@ -1,10 +1,14 @@
 //! What a run did, as data: counted on every rank, joined on rank 0, written as JSON or shown as a table.
 
+mod page;
 mod table;
 mod tactics;
+mod trace;
 
+pub use page::page;
 pub use table::{bytes, new_table, time};
 pub use tactics::DecidedTactic;
+pub use trace::{Event, LAYER, LOAD, RankTrace, Record, STEP, Trace};
 
 use tactics::check_tactics;
 
@@ -42,6 +46,8 @@ pub struct RankReport {
     pub rows_received: u64,
     /// Bytes of dispatch and combine that it sent to other ranks.
     pub dispatch_bytes_sent: u64,
+    /// `[num_ranks]` the same by the rank they went to; to itself: what did not travel.
+    pub bytes_to: Vec<u64>,
     /// Collectives that it took part in over all steps.
     pub step_collectives: u64,
     /// What it launched.
@@ -425,7 +431,7 @@ pub(super) mod tests {
         let decided = serde_json::json!({
             "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
-            "dispatch_bytes_sent": 0, "step_collectives": 0, "phases": [],
+            "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "fc1_input": quant, "fc2_input": quant,
                 "slots": 1, "num_not_finite": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),

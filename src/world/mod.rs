@@ -4,6 +4,7 @@
 //! collective can't time out. Knows nothing of models or experts.
 
 mod agree;
+mod clock;
 mod compare;
 mod cost;
 mod ending;
@@ -31,6 +32,7 @@ use roll::{Notice, Roll};
 use watch::{Watch, Watchdog};
 
 pub use agree::Refusal;
+pub use clock::ClockReading;
 pub use compare::{Brought, Compared, Sheet};
 pub use cost::{OUTCOME_BYTES, RECORD_BYTES, Traffic};
 pub use ending::{Ending, abort_job, end_well};
@@ -109,6 +111,10 @@ pub struct World {
     /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
     round_bytes: usize,
     exchanged: RefCell<Exchanged>,
+    /// `[num_ranks]`
+    carried_to: RefCell<Vec<u64>>,
+    /// Where this rank's clock starts.
+    joined_at: Instant,
     traffic: Cell<Traffic>,
     roll: Roll,
     watch: Watch,
@@ -135,6 +141,7 @@ impl World {
     /// # Errors
     /// If MPI was initialised before.
     pub fn init(start: Duration, faults: Faults) -> Result<Self, WorldError> {
+        let joined_at = Instant::now();
         let phase = Phase { name: "start", limit: start, key: "LOCKSTEP_START_S" };
         // MPI's start waits for every process without a limit, and so do the collectives below.
         let watchdog = Watchdog::new(start, "start", phase.key);
@@ -164,6 +171,8 @@ impl World {
             phase: Cell::new(phase),
             round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
+            carried_to: RefCell::new(vec![0; size]),
+            joined_at,
             traffic: Cell::default(),
             roll: Roll::new(size),
             watch: Watch::new(rank, phase),
@@ -308,6 +317,17 @@ impl World {
         exchanged.sent_bytes += sent_bytes;
         exchanged.received_bytes += received_bytes;
         exchanged.rounds += rounds;
+    }
+
+    /// Counts bytes of tokens and rows by the rank they go to, whoever carries them.
+    pub fn count_carried_to(&self, counts: &[usize]) {
+        self.carried_to.borrow_mut().iter_mut().zip(counts).for_each(|(sum, &bytes)| *sum += bytes as u64);
+    }
+
+    /// `[num_ranks]` bytes of tokens and rows that this rank has sent to each; to itself: what did not travel.
+    #[must_use]
+    pub fn carried_to(&self) -> Vec<u64> {
+        self.carried_to.borrow().clone()
     }
 
     /// Checks the world against what was asked for and what the launcher believes.

@@ -4,7 +4,7 @@
 //! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
-//! `plan` what is said on paper, `transport` what carries tokens.
+//! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run.
 
 mod agreement;
 mod agreement_cost;
@@ -14,9 +14,11 @@ mod equal_setups;
 mod fixtures;
 mod inspect;
 mod loading;
+mod page;
 mod plan;
 mod soak;
 mod support;
+mod trace;
 mod transport;
 mod tuning;
 mod verdicts;

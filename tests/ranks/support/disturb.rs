@@ -61,10 +61,12 @@ impl Running {
 
     /// Sends a signal to one rank alone.
     pub fn signal_rank(&self, rank: usize, name: &str) {
-        let wanted = format!("OMPI_COMM_WORLD_RANK={rank}");
+        // As Open MPI and MPICH say it.
+        let wanted = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].map(|name| format!("{name}={rank}"));
+        let is_wanted = |variable: &[u8]| wanted.iter().any(|wanted| variable == wanted.as_bytes());
         let is_rank = |pid: &u32| {
             let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            is_lockstep(*pid) && environment.split(|&byte| byte == 0).any(|variable| variable == wanted.as_bytes())
+            is_lockstep(*pid) && environment.split(|&byte| byte == 0).any(is_wanted)
         };
         if let Some(pid) = marked_processes(&self.mark).into_iter().find(is_rank) {
             send(name, pid);

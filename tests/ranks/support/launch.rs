@@ -183,7 +183,7 @@ impl Job {
         if let Some(ranks) = self.ranks
             && !self.of_rank.is_empty()
         {
-            line.extend(["mpirun".into(), "--oversubscribe".into()]);
+            line.extend(mpi_launcher());
             for rank in 0..ranks {
                 line.extend((rank > 0).then(|| ":".into()));
                 line.extend(self.app_of(rank));
@@ -194,7 +194,8 @@ impl Job {
             line.push(concat!(env!("CARGO_MANIFEST_DIR"), "/launch/mpirun.sh").into());
             line.extend(["--ranks".into(), ranks.to_string().into(), "--binary".into()]);
         } else if let Some(ranks) = self.ranks {
-            line.extend(["mpirun".into(), "--oversubscribe".into(), "-n".into(), ranks.to_string().into()]);
+            line.extend(mpi_launcher());
+            line.extend(["-n".into(), ranks.to_string().into()]);
         }
         line.push(self.program.clone().into());
         line.extend(self.args.iter().cloned());
@@ -377,6 +378,12 @@ impl Outcome {
         }
         messages
     }
+}
+
+/// What starts ranks, with its options: Open MPI's `mpirun`, or what `LOCKSTEP_TEST_MPIRUN` says, in words, for another MPI.
+fn mpi_launcher() -> Vec<OsString> {
+    let words = std::env::var("LOCKSTEP_TEST_MPIRUN").unwrap_or_else(|_| "mpirun --oversubscribe".into());
+    words.split_whitespace().map(Into::into).collect()
 }
 
 /// Waits for one of the slots; the lock goes with the file. Files and not a semaphore, so that a runner which starts a

@@ -2,6 +2,7 @@
 //!
 //! Nothing here uses the product's own readers, writers or arithmetic: it would be judging itself.
 
+pub mod browser;
 pub mod checkpoint;
 pub mod compare;
 pub mod disturb;
