@@ -29,7 +29,7 @@ RUSTDOCFLAGS="-D warnings" "${cargo[@]}" doc --locked --no-deps --document-priva
 step shell scripts
 command -v shellcheck >/dev/null || install_missing shellcheck
 command -v shellcheck >/dev/null || fail 3 "shellcheck is not there; install it and run this again"
-shellcheck --external-sources launch/*.sh .ci/run
+shellcheck --external-sources launch/*.sh tests/*.sh .ci/run
 
 step NVRTC
 if find_nvrtc; then

@@ -88,10 +88,15 @@ pub(super) fn speak(message: &str) {
     }
 }
 
-/// Ends all ranks at once with `exit`'s code, without waiting for any.
+/// What a rank has said is read by its launcher in this time. MPICH's stops reading as soon as a rank aborts: 12 of 40
+/// messages were lost without it (4.0.2, four ranks on two busy cores, 2026-11-30).
+const READ_WITHIN: Duration = Duration::from_millis(100);
+
+/// Ends all ranks with `exit`'s code, without waiting for any.
 pub fn abort_job(exit: Exit) -> ! {
     clean_up();
     if mpi::environment::is_initialized() && !mpi::environment::is_finalized() {
+        std::thread::sleep(READ_WITHIN);
         SimpleCommunicator::world().abort(i32::from(exit.code()));
     }
     std::process::exit(i32::from(exit.code()))

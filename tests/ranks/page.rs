@@ -142,7 +142,8 @@ fn check_texts(seen: &Value, report: &Report) {
     assert_eq!(seen["digests"], serde_json::json!([report.at("/decided/selection"), report.at("/decided/session")]));
     for rank in 0..report.num_ranks() {
         let launches = list(report.at(&format!("/ranks/{rank}/launches")));
-        let lines: Vec<&Value> = list(&seen["evidence"]).iter().filter(|line| line[0] == rank.to_string()).collect();
+        let name = rank.to_string();
+        let lines: Vec<&Value> = list(&seen["evidence"]).iter().filter(|line| text(&line[0]) == name).collect();
         let drawn: u64 = lines.iter().map(|line| count(text(&line[5]))).sum();
         let wanted: u64 = launches.iter().map(|launch| launch["rows"].as_u64().expect("rows")).sum();
         assert_eq!(drawn, wanted, "rows of rank {rank}");

@@ -13,8 +13,8 @@ const MAX_IN_CELLS: usize = 12;
 const MAX_LINES: usize = 96;
 /// Pixels of the longer side, labels excluded.
 const SIDE: usize = 672;
-/// Pixels for a label at the left and on top.
-const MARGIN: usize = 44;
+/// Pixels for a label at the left and on top, as `504–509`.
+const MARGIN: usize = 56;
 
 /// Labels of rows, of which neighbours may be joined.
 pub struct Axis {
@@ -144,14 +144,16 @@ impl Drawn<'_> {
 
     fn svg(&self, show: &dyn Fn(u64) -> String) -> Markup {
         let scale = self.scale();
-        let side = (SIDE / self.rows.len().max(self.columns.len()).max(1)).clamp(6, 20);
-        let (width, height) = (MARGIN + side * self.columns.len(), MARGIN + side * self.rows.len());
+        let cell_width = (SIDE / self.columns.len().max(1)).clamp(6, 36);
+        let cell_height = (SIDE / self.rows.len().max(1)).clamp(6, 18);
+        let (width, height) = (MARGIN + cell_width * self.columns.len(), MARGIN + cell_height * self.rows.len());
         // Labels stand where there is room for them: one every 14 pixels.
-        let every = 14usize.div_ceil(side);
-        let middle = |at: usize| MARGIN + at * side + side / 2;
+        let every = |size: usize| 14usize.div_ceil(size);
+        let middle = |at: usize, size: usize| MARGIN + at * size + size / 2;
         let cell = |(y, x): (usize, usize), value: u64| {
             html! {
-                rect x=(MARGIN + x * side) y=(MARGIN + y * side) width=(side - 1) height=(side - 1) class=(scale.class(value)) {
+                rect x=(MARGIN + x * cell_width) y=(MARGIN + y * cell_height) width=(cell_width - 1) height=(cell_height - 1)
+                    class=(scale.class(value)) {
                     title { (self.corner) " " (self.rows[y]) ", rank " (self.columns[x]) ": " (show(value)) }
                 }
             }
@@ -160,11 +162,11 @@ impl Drawn<'_> {
             div.scroll {
                 svg.matrix viewBox={ "0 0 " (width) " " (height) } width=(width) height=(height) role="img"
                     aria-label={ (self.what) " by " (self.corner) " and rank" } {
-                    @for (at, label) in self.rows.iter().enumerate().step_by(every) {
-                        text.row x=(MARGIN - 6) y=(middle(at)) { (label) }
+                    @for (at, label) in self.rows.iter().enumerate().step_by(every(cell_height)) {
+                        text.row x=(MARGIN - 6) y=(middle(at, cell_height)) { (label) }
                     }
-                    @for (at, label) in self.columns.iter().enumerate().step_by(every) {
-                        text.column transform={ "translate(" (middle(at)) " " (MARGIN - 6) ") rotate(-90)" } { (label) }
+                    @for (at, label) in self.columns.iter().enumerate().step_by(every(cell_width)) {
+                        text.column transform={ "translate(" (middle(at, cell_width)) " " (MARGIN - 6) ") rotate(-90)" } { (label) }
                     }
                     @for (y, values) in self.values.iter().enumerate() {
                         @for (x, &value) in values.iter().enumerate() { (cell((y, x), value)) }

@@ -11,7 +11,7 @@ use crate::report::{LayerReport, RankLayer, RunReport};
 const MAX_CELLS: usize = 30_000;
 /// Cells side by side; a rank's other experts go below.
 const MAX_CELLS_ACROSS: usize = 128;
-/// Up to so many layers are shown at once, the others on demand.
+/// Up to so many layers are shown at once; of more the most uneven, and the others on demand.
 const MAX_OPEN: usize = 2;
 /// Width of a rank's cells, in pixels.
 const WIDTH: usize = 768;
@@ -43,6 +43,8 @@ pub fn section(report: &RunReport) -> Markup {
     let layers: Vec<Layer<'_>> = report.layers.iter().map(|joined| layer(report, joined)).collect();
     let drawn = drawn(&layers);
     let num_left_out = layers.len() - drawn.len();
+    let most_uneven = drawn.iter().max_by(|a, b| a.unevenness().total_cmp(&b.unevenness()));
+    let most_uneven = most_uneven.map_or(0, |layer| layer.joined.layer);
     html! {
         section #rows {
             h2 { "Rows per expert" }
@@ -51,7 +53,7 @@ pub fn section(report: &RunReport) -> Markup {
                 "Each rank's experts lie side by side; darker is more (in the dark: brighter)."
             }
             @if layers.len() > 1 { (overview(report, &layers)) }
-            @for layer in &drawn { (heat_map(layer, layers.len() <= MAX_OPEN)) }
+            @for layer in &drawn { (heat_map(layer, layers.len() <= MAX_OPEN || layer.joined.layer == most_uneven)) }
             @if num_left_out > 0 {
                 p.muted #left-out {
                     "The " (drawn.len()) " most uneven layers are drawn expert by expert; the JSON report has the other "
@@ -107,6 +109,8 @@ fn heat_map(layer: &Layer<'_>, is_open: bool) -> Markup {
     let scale = Scale::new(layer.max());
     let rows = &layer.joined.rows_per_expert;
     let busiest = rows.iter().position(|&rows| rows == layer.max()).unwrap_or_default();
+    let most = layer.shares.iter().map(|(_, share)| share.rows_per_expert.len()).max().unwrap_or_default();
+    let cells = Cells::of(most);
     let idle = rows.iter().filter(|&&rows| rows == 0).count();
     html! {
         details.layer open[is_open] {
@@ -120,18 +124,17 @@ fn heat_map(layer: &Layer<'_>, is_open: bool) -> Markup {
             }
             (scale.legend(&grouped))
             div.strips {
-                @for (rank, share) in &layer.shares { (strip(*rank, share, scale)) }
+                @for (rank, share) in &layer.shares { (strip(*rank, share, (&cells, scale))) }
             }
         }
     }
 }
 
 /// One rank's experts.
-fn strip(rank: u32, share: &RankLayer, scale: Scale) -> Markup {
+fn strip(rank: u32, share: &RankLayer, (cells, scale): (&Cells, Scale)) -> Markup {
     let rows = &share.rows_per_expert;
     let sum: u64 = rows.iter().sum();
-    let cells = Cells::of(rows.len());
-    let (width, height) = (cells.across * cells.width, cells.down * cells.height);
+    let (width, height) = (cells.across * cells.width, cells.lines(rows.len()) * cells.height);
     html! {
         div.strip {
             span.name { "rank " (rank) }
@@ -141,7 +144,7 @@ fn strip(rank: u32, share: &RankLayer, scale: Scale) -> Markup {
                 svg.heat viewBox={ "0 0 " (width) " " (height) } width=(width) height=(height) role="img"
                     aria-label={ "rows of rank " (rank) "'s " (counted(rows.len(), "expert")) } {
                     @for (at, &rows) in rows.iter().enumerate() {
-                        (cell(&cells, at, (share.first_expert + at, rows), scale))
+                        (cell(cells, at, (share.first_expert + at, rows), scale))
                     }
                 }
             }
@@ -162,20 +165,24 @@ fn cell(cells: &Cells, at: usize, (expert, rows): (usize, u64), scale: Scale) ->
     }
 }
 
-/// How a rank's cells lie.
+/// How every rank's cells lie.
 struct Cells {
     across: usize,
-    down: usize,
     width: usize,
     height: usize,
 }
 
 impl Cells {
-    fn of(num_cells: usize) -> Self {
-        let down = num_cells.div_ceil(MAX_CELLS_ACROSS).max(1);
-        let across = num_cells.div_ceil(down).max(1);
+    /// For ranks of which none has more than `most` experts.
+    fn of(most: usize) -> Self {
+        let down = most.div_ceil(MAX_CELLS_ACROSS).max(1);
+        let across = most.div_ceil(down).max(1);
         let width = (WIDTH / across).clamp(6, 44);
-        Self { across, down, width, height: if width >= 40 { 22 } else { 14 } }
+        Self { across, width, height: if width >= 40 { 22 } else { 14 } }
+    }
+
+    fn lines(&self, num_cells: usize) -> usize {
+        num_cells.div_ceil(self.across)
     }
 
     fn has_room_for_numbers(&self) -> bool {

@@ -18,6 +18,7 @@ const LIMIT_S: &str = "90";
 
 /// Shows the page and gives the value that `script` (an expression) comes to there. `None` where there is no browser, which
 /// is said; where `LOCKSTEP_TEST_BROWSER=required` it fails.
+#[expect(clippy::print_stderr, reason = "a skipped test says why")]
 pub fn seen(page: &Path, scheme: Scheme, script: &str) -> Option<Value> {
     let Some(browser) = browser() else {
         let required = std::env::var("LOCKSTEP_TEST_BROWSER").is_ok_and(|wanted| wanted == "required");

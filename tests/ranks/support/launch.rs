@@ -480,8 +480,10 @@ mod tests {
 
     #[test]
     fn a_clear_failure_is_one_message_with_every_needle() {
-        let good =
-            || shell(mpirun(2), "[ $OMPI_COMM_WORLD_RANK = 1 ] && echo 'lockstep: error: a b' >&2; exit 2").run();
+        let good = || {
+            shell(mpirun(2), "[ ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} = 1 ] && echo 'lockstep: error: a b' >&2; exit 2")
+                .run()
+        };
         good().fails_clearly(2, &["a", "b"]);
         assert!(panic_text(|| drop(good().fails_clearly(2, &["z"]))).contains("lacks \"z\""));
         assert!(panic_text(|| drop(good().fails_clearly(3, &["a"]))).contains("unexpected exit code"));

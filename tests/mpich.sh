@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Builds lockstep against MPICH, beside Open MPI, and runs the tests of several ranks on it.
+set -euo pipefail
+# shellcheck source=launch/lib.sh
+. "$(dirname "$0")/../launch/lib.sh"
+cd "$root"
+
+if [ "${1:-}" = --help ]; then
+    cat <<'EOF'
+Usage: tests/mpich.sh [ARGUMENTS OF THE TEST RUNNER...]
+
+Installs Debian's MPICH where it is missing (Open MPI stays what mpicc and mpirun mean), builds into target/mpich, and runs
+the tests of several ranks. Tests that are about Open MPI alone are skipped, each with its reason in this file.
+docs/measurements has the results.
+EOF
+    exit 0
+fi
+
+install_missing build-essential pkg-config libclang-dev libmpich-dev mpich ca-certificates
+for program in mpicc.mpich mpirun.mpich; do
+    command -v "$program" >/dev/null || fail 3 "$program is not there; install MPICH as Debian packages it"
+done
+find_cargo
+
+export MPICC=mpicc.mpich LOCKSTEP_TEST_MPIRUN=mpirun.mpich
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target}/mpich
+# launch/mpirun.sh takes the mpirun that comes first; a link would hide MPICH's helpers from it.
+first=$(mktemp -d)
+trap 'rm -rf "$first"' EXIT
+printf '#!/bin/sh\nexec mpirun.mpich "$@"\n' >"$first/mpirun"
+chmod +x "$first/mpirun"
+export PATH="$first:$PATH"
+
+skipped=(
+    # MPICH's mpirun ends with 9, 11 where a rank was killed (Open MPI's: 137, 139), and says so on standard output.
+    g5_a_rank_is_killed
+    # A rank that ends before MPI_Init is not noticed: the others wait until their limit, and say so too.
+    g5_a_rank_fails g5_a_rank_panics
+    # Ranks are ended by SIGKILL as soon as one aborts: rank 0 can't remove what it was writing.
+    j1_a_limit_that_passes_names_the_rank_and_what_it_is_at
+    # mpirun itself ends on SIGPIPE where nobody reads.
+    g7_a_reader_that_has_gone
+    # About root and Open MPI.
+    g4_root_in_a_container
+    # A time of four ranks on four cores; MPICH's waits don't yield where ranks share cores.
+    agreement_of_four_ranks_takes_less_than_50_ms
+)
+# Through launch/mpirun.sh as long as it speaks Open MPI alone.
+if ! grep -q hydra launch/mpirun.sh; then
+    skipped+=(
+        g5_the_launcher_ends_as_its_ranks_do g4_more_ranks_than_slots soak_of_12_random_faults
+        g7_a_signal_to_one_rank g7_ctrl_c g7_sigterm_to_the_launcher g7_the_launcher_is_killed_outright
+    )
+fi
+arguments=()
+for name in "${skipped[@]}"; do arguments+=(--skip "$name"); done
+say "skipped, for reasons in $0: ${skipped[*]}"
+
+if "${cargo[@]}" nextest --version >/dev/null 2>&1; then
+    "${cargo[@]}" nextest run --locked --no-fail-fast --test ranks "$@" -- "${arguments[@]}"
+else
+    "${cargo[@]}" test --locked --no-fail-fast --test ranks "$@" -- "${arguments[@]}"
+fi
