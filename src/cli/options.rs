@@ -33,8 +33,8 @@ pub struct RunArgs {
     /// repeated.
     #[arg(long, value_name = "FILE")]
     pub report: Vec<PathBuf>,
-    /// Writes when every rank was in which phase to this file, on one clock, as a trace for https://ui.perfetto.dev or
-    /// chrome://tracing.
+    /// Writes when every rank was in which phase to this file, on one clock, as a trace that Perfetto (ui.perfetto.dev) and
+    /// chrome://tracing open.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// Writes the router's choice (`layers.N.topk_idx`, `layers.N.topk_weights`) to this file, in the form of --topk.

@@ -135,8 +135,10 @@ impl Trace {
             let order = json!({"sort_index": rank});
             line(out, &json!({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": rank, "args": order}))?;
             for event in &of_rank.events {
-                let ts = us(of_rank.on_rank_0(event.begin_ns) - zero);
-                let dur = event.time_ns as f64 / 1e3;
+                // Both ends are moved, so that what lies within another event stays within it.
+                let begin = of_rank.on_rank_0(event.begin_ns);
+                let end = of_rank.on_rank_0(event.begin_ns.saturating_add(event.time_ns));
+                let (ts, dur) = (us(begin - zero), us(end - begin));
                 let (name, args) = (shown(event), args(event));
                 let cat = if OUTER.contains(&event.name) { event.name } else { "phase" };
                 let complete = json!({

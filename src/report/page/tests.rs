@@ -1,3 +1,5 @@
+//! Pages of made-up runs: their structure, their bounds, and that names from outside stay text.
+
 use super::*;
 use crate::dispatch::capacity::BufferPlan;
 use crate::report::{Decided, DecidedLayer, RankReport, StepReport};
