@@ -12,12 +12,11 @@ use std::sync::Arc;
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
 use crate::cuda::CudaError;
 use crate::exit::{Classify, Exit};
-use crate::jit::NvrtcError;
+use crate::gpu::{Gpu, GpuError};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::tactics::Tactic;
 use crate::select::{Identity, Quant};
-pub use cuda::{GpuOptions, Kernels};
 pub use simd::Isa;
 
 /// What a group of experts has in common.
@@ -162,8 +161,8 @@ pub struct Machine {
     pub num_threads: usize,
     /// For `simd`; absent: the machine's best.
     pub isa: Option<Isa>,
-    /// For GPU techniques.
-    pub gpu: GpuOptions,
+    /// For GPU techniques, which need one.
+    pub gpu: Option<Gpu>,
 }
 
 /// The backend of a technique.
@@ -174,11 +173,15 @@ pub struct Machine {
 pub fn build(technique: &str, machine: &Machine) -> Result<Arc<dyn Backend>, BackendError> {
     let Machine { num_threads, isa, gpu } = machine;
     let num_threads = *num_threads;
+    let on_gpu = |technique| -> Result<Arc<dyn Backend>, BackendError> {
+        let gpu = gpu.as_ref().ok_or(BackendError::NoGpu { technique })?;
+        Ok(Arc::new(cuda::Gpu::new(technique, gpu, num_threads)?))
+    };
     match technique {
         reference::TECHNIQUE => Ok(Arc::new(reference::Reference::new(num_threads)?)),
         simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(Isa::detect))?)),
-        cuda::MMA_SYNC => Ok(Arc::new(cuda::Gpu::new(cuda::MMA_SYNC, gpu, num_threads)?)),
-        cuda::WGMMA => Ok(Arc::new(cuda::Gpu::new(cuda::WGMMA, gpu, num_threads)?)),
+        cuda::MMA_SYNC => on_gpu(cuda::MMA_SYNC),
+        cuda::WGMMA => on_gpu(cuda::WGMMA),
         _ => Err(BackendError::Technique { technique: technique.to_owned() }),
     }
 }
@@ -261,14 +264,14 @@ pub enum BackendError {
     /// The GPU or its driver.
     #[error(transparent)]
     Cuda(Box<CudaError>),
-    /// The compiler of kernels.
+    /// The session's GPU or its kernels.
     #[error(transparent)]
-    Compile(Box<NvrtcError>),
-    /// A kernel that the session did not get, though it follows from the layer.
-    #[error("{kernel} was not prepared, a bug: what a layer needs and what is packed for it differ")]
-    NotPrepared {
-        /// What is missing.
-        kernel: String,
+    Gpu(Box<GpuError>),
+    /// A GPU technique without a GPU to run on.
+    #[error("{technique} was built without a GPU, a bug: a session opens its GPU before its backends")]
+    NoGpu {
+        /// The technique.
+        technique: &'static str,
     },
     /// A GPU that a technique has no kernels for.
     #[error("{technique} has no kernels for compute capability {found} ({name}); choose another backend")]
@@ -314,9 +317,9 @@ impl From<CudaError> for BackendError {
     }
 }
 
-impl From<NvrtcError> for BackendError {
-    fn from(error: NvrtcError) -> Self {
-        Self::Compile(Box::new(error))
+impl From<GpuError> for BackendError {
+    fn from(error: GpuError) -> Self {
+        Self::Gpu(Box::new(error))
     }
 }
 
@@ -327,10 +330,10 @@ impl Classify for BackendError {
                 Exit::Environment
             }
             Self::Cuda(error) => error.exit(),
-            Self::Compile(error) => error.exit(),
+            Self::Gpu(error) => error.exit(),
             Self::Pack { source, .. } => source.exit(),
             Self::Rows { .. } => Exit::WrongResult,
-            Self::NotPrepared { .. } => Exit::Bug,
+            Self::NoGpu { .. } => Exit::Bug,
             Self::Shape { .. }
             | Self::InputScale { .. }
             | Self::Width { .. }

@@ -9,15 +9,16 @@ use std::time::Duration;
 use super::carrier::{Carrier, CarryError};
 use super::staging::{Piece, Staging};
 use crate::config::Transport;
-use crate::cuda::{Device, DeviceBuffer, PinnedBuffer, Stream};
+use crate::cuda::{DeviceBuffer, PinnedBuffer};
+use crate::gpu::Gpu;
 use crate::nccl::{Communicator, Library, NcclError, Place, Progress, Transfer, UniqueId};
 use crate::world::{Exchanged, Parts, World};
 
 /// What a rank joins with, from its own means alone.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct NcclOptions {
-    /// The number of its GPU in this process.
-    pub ordinal: u32,
+    /// Its GPU.
+    pub gpu: Gpu,
     /// NCCL, or the directory that it lies in; absent: where the loader finds it.
     pub library: Option<String>,
 }
@@ -30,7 +31,7 @@ pub struct Prepared {
     id: Option<UniqueId>,
     staging: Staging,
     buffers: Buffers,
-    stream: Stream,
+    gpu: Gpu,
 }
 
 /// Memory for one round, on the device and pinned on the host.
@@ -43,23 +44,22 @@ struct Buffers {
 }
 
 impl Prepared {
-    /// Loads the library, opens the device and takes the memory; rank 0 makes the id.
+    /// Loads the library and takes the memory; rank 0 makes the id.
     ///
     /// # Errors
-    /// If there is no NCCL, no device, or not the memory.
+    /// If there is no NCCL, or not the memory.
     pub fn new(world: &World, options: &NcclOptions, staging: Staging) -> Result<Self, NcclError> {
         let library = Library::load(options.library.as_deref())?;
-        let device = Device::open(options.ordinal)?;
-        let stream = Stream::new(&device)?;
+        let device = options.gpu.device();
         let len = staging.buffer_bytes();
         let buffers = Buffers {
-            send: DeviceBuffer::uninitialised(&device, len)?,
-            receive: DeviceBuffer::uninitialised(&device, len)?,
-            host_send: PinnedBuffer::zeroed(&device, len)?,
-            host_receive: PinnedBuffer::zeroed(&device, len)?,
+            send: DeviceBuffer::uninitialised(device, len)?,
+            receive: DeviceBuffer::uninitialised(device, len)?,
+            host_send: PinnedBuffer::zeroed(device, len)?,
+            host_receive: PinnedBuffer::zeroed(device, len)?,
         };
         let id = if world.is_root() { Some(UniqueId::new(&library)?) } else { None };
-        Ok(Self { library, id, staging, buffers, stream })
+        Ok(Self { library, id, staging, buffers, gpu: options.gpu.clone() })
     }
 
     /// What rank 0 has to tell the others; empty on those.
@@ -73,10 +73,10 @@ impl Prepared {
     /// # Errors
     /// If NCCL fails, or some rank does not come.
     pub fn join(self, world: &World, told: &[u8], limit: Duration) -> Result<NcclCarrier, NcclError> {
-        let Self { library, staging, buffers, stream, .. } = self;
+        let Self { library, staging, buffers, gpu, .. } = self;
         let id = UniqueId::from_bytes(told).ok_or(NcclError::NoId { len: told.len() })?;
         let place = Place { rank: world.rank().index(), num_ranks: world.size() };
-        let communicator = Communicator::begin(&library, id, place, &stream)?;
+        let communicator = Communicator::begin(&library, id, place, gpu.stream())?;
         let joined = world.poll_within("joining of GPUs over NCCL", limit, || {
             match communicator.progress("joining the ranks' GPUs") {
                 Ok(Progress::Pending) => None,
@@ -87,7 +87,7 @@ impl Prepared {
         match joined {
             Some(Ok(())) => {
                 let (communicator, buffers) = (RefCell::new(Some(communicator)), RefCell::new(buffers));
-                let carrier = NcclCarrier { communicator, buffers, staging, stream };
+                let carrier = NcclCarrier { communicator, buffers, staging, gpu };
                 carrier.greet(world)?;
                 tracing::debug!(library = library.found_as(), version = library.version(), "joined over NCCL");
                 Ok(carrier)
@@ -111,7 +111,7 @@ pub struct NcclCarrier {
     communicator: RefCell<Option<Communicator>>,
     buffers: RefCell<Buffers>,
     staging: Staging,
-    stream: Stream,
+    gpu: Gpu,
 }
 
 impl NcclCarrier {
@@ -186,17 +186,17 @@ impl NcclCarrier {
         let end = |pieces: &[Piece]| pieces.last().map_or(0, |piece| piece.staged.end);
         // SAFETY: `host_send` is written above in a later round only, which comes when the stream is done. Where it fails, no
         // round comes any more, and freeing pinned memory waits for the device.
-        unsafe { device_send.upload_pinned(&self.stream, 0, &host_send[..end(sends)]) }?;
+        unsafe { device_send.upload_pinned(self.gpu.stream(), 0, &host_send[..end(sends)]) }?;
         let transfers = |pieces: &[Piece]| -> Vec<Transfer> {
             pieces.iter().map(|piece| Transfer { peer: piece.peer, bytes: piece.staged.clone() }).collect()
         };
         let (sends, arriving) = (transfers(sends), transfers(receives));
-        communicator.begin_transfers(&self.stream, (device_send, &sends), (device_receive, &arriving))?;
+        communicator.begin_transfers(self.gpu.stream(), (device_send, &sends), (device_receive, &arriving))?;
         // The stream has the transfers only when NCCL says so: what is queued before would run ahead of them.
         self.watch(world, communicator, || Ok(true))?;
         // SAFETY: `host_receive` is read below, when the stream is done; else as `host_send`.
-        unsafe { device_receive.download_pinned(&self.stream, 0, &mut host_receive[..end(receives)]) }?;
-        self.watch(world, communicator, || Ok(self.stream.is_done()?))?;
+        unsafe { device_receive.download_pinned(self.gpu.stream(), 0, &mut host_receive[..end(receives)]) }?;
+        self.watch(world, communicator, || Ok(self.gpu.stream().is_done()?))?;
         for piece in receives {
             received[piece.bytes.clone()].copy_from_slice(&host_receive[piece.staged.clone()]);
         }

@@ -12,6 +12,7 @@ use crate::dispatch::staging::Staging;
 use crate::dispatch::travel::{combine_mode, row_form, token_layout};
 use crate::exit::{Classify, Exit};
 use crate::fault::{Injected, Stage};
+use crate::gpu::Gpu;
 use crate::model::MoeGeometry;
 use crate::nccl::NcclError;
 use crate::select::Selection;
@@ -54,18 +55,18 @@ impl Carriers {
     /// The same on all ranks: if one could not build what was asked for by name.
     pub fn build(
         world: &World,
-        options: &SessionOptions<'_>,
+        (options, gpu): (&SessionOptions<'_>, Option<&Gpu>),
         (geometry, plans): (&MoeGeometry, &[LayerPlan]),
         selection: &Selection,
     ) -> Result<Self, Refusal> {
         let mpi: Rc<dyn Carrier> = Rc::new(Mpi);
-        if selection.layers.iter().all(|selected| selected.transport != Transport::Nccl) {
-            return Ok(Self { mpi, nccl: None });
-        }
+        let is_wanted = selection.layers.iter().any(|selected| selected.transport == Transport::Nccl);
+        // Selection gives NCCL to nobody but techniques of GPUs.
+        let Some(gpu) = gpu.filter(|_| is_wanted) else { return Ok(Self { mpi, nccl: None }) };
         let limit = Duration::from_secs(options.deployment.timeouts.start_s);
         world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
         let staging = Staging::new(world.size(), max_run_bytes(options, geometry, plans));
-        let nccl = build_nccl(world, options, staging, limit)?;
+        let nccl = build_nccl(world, (options, gpu), staging, limit)?;
         Ok(Self { mpi, nccl: nccl.map(|carrier| (carrier, staging)) })
     }
 
@@ -99,12 +100,12 @@ impl fmt::Debug for Carriers {
 /// NCCL's carrier; none where some rank could not build its own and `auto` was asked for.
 fn build_nccl(
     world: &World,
-    options: &SessionOptions<'_>,
+    (options, gpu): (&SessionOptions<'_>, &Gpu),
     staging: Staging,
     limit: Duration,
 ) -> Result<Option<Rc<dyn Carrier>>, Refusal> {
     let asked = options.deployment.dispatch.transport;
-    let prepared = prepare(world, options, staging);
+    let prepared = prepare(world, (options, gpu), staging);
     let report = match &prepared {
         Ok(prepared) => Report::Ready(prepared.told()),
         failed @ Err(_) => Report::of(failed),
@@ -128,13 +129,17 @@ fn build_nccl(
 }
 
 /// What this rank can do alone.
-fn prepare(world: &World, options: &SessionOptions<'_>, staging: Staging) -> Result<Prepared, AttemptError> {
+fn prepare(
+    world: &World,
+    (options, gpu): (&SessionOptions<'_>, &Gpu),
+    staging: Staging,
+) -> Result<Prepared, AttemptError> {
     world.fault(Stage::Transport)?;
     if world.is_root() {
         let bytes = 2 * staging.buffer_bytes();
         tracing::info!(gpu_bytes = bytes, pinned_host_bytes = bytes, "NCCL buffers planned for a rank");
     }
-    let nccl = NcclOptions { ordinal: options.gpu_ordinal, library: options.nccl.clone() };
+    let nccl = NcclOptions { gpu: gpu.clone(), library: options.nccl.clone() };
     Ok(Prepared::new(world, &nccl, staging)?)
 }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::Kernels;
 use crate::backend::cuda::family;
+use crate::gpu::Kernels;
 use crate::jit::cache::{Cache, Place};
 use crate::jit::kernels::{Chooser, products};
 use crate::jit::{Arch, KernelRequest, PrepareSettings};

@@ -23,6 +23,7 @@ use crate::dispatch::plan::{ComputePlan, Slots};
 use crate::dispatch::transport::{StepTag, TokenTransport, exchange_sizes};
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::{Action, Injected, Stage};
+use crate::gpu::GpuError;
 use crate::ids::LayerIdx;
 use crate::jit::JitError;
 use crate::model::MoeGeometry;
@@ -69,6 +70,9 @@ pub enum LayerError {
     /// A backend can't be built here.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// The GPU can't be had.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// Kernels.
     #[error(transparent)]
     Jit(Box<JitError>),
@@ -113,6 +117,7 @@ impl Classify for LayerError {
             Self::Select(error) => error.exit(),
             Self::Format(error) => error.exit(),
             Self::Backend(error) => error.exit(),
+            Self::Gpu(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
             Self::Carry(error) => error.exit(),
             Self::World(error) => error.exit(),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Kernels, Machine};
+use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::Deployment;
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
@@ -13,6 +13,7 @@ use crate::dispatch::placement::Placement;
 use crate::dispatch::transport::TokenTransport;
 use crate::dispatch::travel::{buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
+use crate::gpu::{Gpu, Kernels};
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
@@ -110,8 +111,8 @@ impl Session {
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
-        let backends = world.agree(build_backends(world, &selected, options, kernels))?;
-        let carriers = Carriers::build(world, options, (&geometry, &plans), &selected.selection)?;
+        let (gpu, backends) = world.agree(build_backends(world, &selected, options, &kernels))?;
+        let carriers = Carriers::build(world, (options, gpu.as_ref()), (&geometry, &plans), &selected.selection)?;
         world.enter(load);
         let held = Held { backends: &backends, carriers: &carriers, placement };
         let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
@@ -251,15 +252,18 @@ fn plan_buffers(
 /// The backends that the selection names, by technique.
 type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
 
+/// The GPU, where some layer runs on one, and on it the backends.
 fn build_backends(
     world: &World,
     selected: &Selected,
     options: &SessionOptions<'_>,
-    kernels: Kernels,
-) -> Result<Backends, LayerError> {
-    let gpu = GpuOptions { ordinal: options.gpu_ordinal, kernels };
-    let num_threads = options.num_threads;
+    kernels: &Kernels,
+) -> Result<(Option<Gpu>, Backends), LayerError> {
     world.fault(Stage::Compile)?;
+    let techniques = selected.selection.techniques();
+    let wants_gpu = techniques.iter().any(|technique| backend::cuda::family(technique).is_some());
+    let gpu = if wants_gpu { Some(Gpu::open(options.gpu_ordinal, kernels)?) } else { None };
+    let num_threads = options.num_threads;
     let build = |technique| {
         let isa = selected::isa(&selected.selection, technique);
         let machine = Machine { num_threads, isa: Some(isa), gpu: gpu.clone() };
@@ -269,7 +273,8 @@ fn build_backends(
         }
         Ok((technique, backend))
     };
-    selected.selection.techniques().into_iter().map(build).collect()
+    let backends = techniques.into_iter().map(build).collect::<Result<_, LayerError>>()?;
+    Ok((gpu, backends))
 }
 
 /// What layers are loaded with.

@@ -19,6 +19,7 @@ const ORDER: &[&[&str]] = &[
     &["fault"],
     &["world", "checkpoint", "env", "host", "cuda"],
     &["nccl", "jit"],
+    &["gpu"],
     &["dispatch::carrier"],
     &["dispatch::transport", "dispatch::nccl"],
     &["backend"],

@@ -58,7 +58,7 @@ impl ExpertsBuilder for Builder {
             Format::Nvfp4 => Weights::Nvfp4,
             Format::Bf16 => Weights::Bf16,
         };
-        let stream = &self.shared.stream;
+        let stream = self.shared.stream();
         let (fc1, fc2) = (DeviceBuffer::from_slice(stream, &fc1.bytes)?, DeviceBuffer::from_slice(stream, &fc2.bytes)?);
         let (gate_scale, _) = scales(&expert.gate);
         let (up_scale, _) = scales(&expert.up);
@@ -142,7 +142,7 @@ impl Experts for Group {
             let rows = start..num_rows.min(start + MAX_WAVE_ROWS);
             let out = &mut out[rows.start * self.spec.hidden..rows.end * self.spec.hidden];
             self.wave(&mut workspace, batch, rows, &shares)?;
-            workspace.out.download_into(&self.shared.stream, 0, out)?;
+            workspace.out.download_into(self.shared.stream(), 0, out)?;
         }
         self.stats(&workspace, &shares)
     }
@@ -210,7 +210,7 @@ impl Group {
         batch: &ExpertBatch<'_>,
         shares: &[Share<'_>],
     ) -> Result<(), BackendError> {
-        let stream = &self.shared.stream;
+        let stream = self.shared.stream();
         let tokens: Vec<u16> = batch.tokens.par_iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
         upload(&mut workspace.tokens, stream, &tokens)?;
         let entries: Vec<ExpertEntry> = shares.iter().flat_map(|share| share.entries.iter().copied()).collect();
@@ -226,7 +226,7 @@ impl Group {
         rows: Range<usize>,
         shares: &[Share<'_>],
     ) -> Result<(), BackendError> {
-        let stream = &self.shared.stream;
+        let stream = self.shared.stream();
         let num_experts = self.experts.len();
         let num_padded = padded_rows(rows.len(), num_experts);
         upload(&mut workspace.expert_offsets, stream, &clipped_offsets(batch.expert_offsets, &rows))?;
@@ -259,7 +259,7 @@ impl Group {
     /// What the device counted. Rows that it did not store are a fault, whatever the buffer holds.
     fn stats(&self, workspace: &Workspace, shares: &[Share<'_>]) -> Result<ForwardStats, BackendError> {
         let mut counts = vec![0; shares.len() * NUM_COUNTERS];
-        workspace.counts.download_into(&self.shared.stream, 0, &mut counts)?;
+        workspace.counts.download_into(self.shared.stream(), 0, &mut counts)?;
         let mut stats = ForwardStats::default();
         for (share, counts) in shares.iter().zip(counts.chunks(NUM_COUNTERS)) {
             let found = counts[2];
