@@ -10,7 +10,7 @@ pub mod simd;
 use std::sync::Arc;
 
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
-use crate::cuda::CudaError;
+use crate::cuda::{CudaError, DeviceBuffer};
 use crate::exit::{Classify, Exit};
 use crate::gpu::{Gpu, GpuError};
 use crate::numerics::activation::Activation;
@@ -57,6 +57,51 @@ impl ExpertBatch<'_> {
     }
 }
 
+/// Rows to compute whose tokens lie on the device, sorted by local expert.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceBatch<'a> {
+    /// `[num_tokens, hidden]` bf16; with quantised activations as in [`ExpertBatch::tokens`].
+    pub tokens: &'a DeviceBuffer<u16>,
+    /// Multiplies every token value, as in [`ExpertBatch::token_scale`].
+    pub token_scale: f32,
+    /// `[num_rows]` the token that each row reads, which has to be one of `tokens`.
+    pub row_token: &'a DeviceBuffer<u32>,
+    /// `[num_local_experts + 1]` where each expert's rows start: the host knows them, and chooses by them.
+    pub expert_offsets: &'a [usize],
+}
+
+impl DeviceBatch<'_> {
+    /// Rows over all experts.
+    #[must_use]
+    pub fn num_rows(&self) -> usize {
+        self.expert_offsets.last().copied().unwrap_or(0)
+    }
+}
+
+/// Experts that compute on the session's GPU, in its stream.
+pub trait DeviceExperts {
+    /// Queues the unweighted FC2 rows `[num_rows, hidden]` of a batch into `out`, and waits for nothing.
+    ///
+    /// # Errors
+    /// If a buffer is too small, there is no memory, or the driver fails.
+    ///
+    /// # Panics
+    /// If the offsets are not those of these experts, which is a bug of the caller.
+    fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError>;
+
+    /// Queues the way of what the device has counted since it was last asked to the host.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    fn queue_evidence(&self) -> Result<(), BackendError>;
+
+    /// What was done since the last time, once the device has come past [`DeviceExperts::queue_evidence`].
+    ///
+    /// # Errors
+    /// If rows were queued that no kernel has stored.
+    fn evidence(&self) -> Result<ForwardStats, BackendError>;
+}
+
 /// What one call did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ForwardStats {
@@ -87,6 +132,11 @@ pub trait Experts: Send + Sync {
     /// where tuning is on. The same on every rank, whatever experts it holds.
     fn tactics(&self) -> &'static [&'static str] {
         &["untuned"]
+    }
+
+    /// The same experts for tokens that lie on the device, where they compute on one.
+    fn on_device(&self) -> Option<&dyn DeviceExperts> {
+        None
     }
 
     /// Bytes the packed weights occupy.
@@ -283,6 +333,12 @@ pub enum BackendError {
         /// What it has.
         found: String,
     },
+    /// Experts of a technique that has none for the device.
+    #[error("{technique} computes on the host, and its layer's tokens are on a GPU: a bug")]
+    NotOnDevice {
+        /// The technique.
+        technique: &'static str,
+    },
     /// A projection that the GPU's image can't hold.
     #[error("{projection} can't be packed for a GPU")]
     Pack {
@@ -333,7 +389,7 @@ impl Classify for BackendError {
             Self::Gpu(error) => error.exit(),
             Self::Pack { source, .. } => source.exit(),
             Self::Rows { .. } => Exit::WrongResult,
-            Self::NoGpu { .. } => Exit::Bug,
+            Self::NoGpu { .. } | Self::NotOnDevice { .. } => Exit::Bug,
             Self::Shape { .. }
             | Self::InputScale { .. }
             | Self::Width { .. }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
-use crate::config::Deployment;
+use crate::config::{Choice as _, Deployment};
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
 use crate::layer::{
@@ -260,7 +260,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let moved = world.traffic() - before;
     let mut report = new_report(world, job, &session, &share, load.as_secs_f64());
     for (layer, done) in session.layers().iter().zip(&steps.layers) {
-        let first_expert = layer.transport().placement.local_experts(world.rank()).start;
+        let first_expert = layer.travel().placement.local_experts(world.rank()).start;
         report.add_layer(layer.decision().layer, first_expert, &done.stats, done.outcome);
     }
     report.bytes_to = world.carried_to();

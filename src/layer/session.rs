@@ -2,16 +2,19 @@
 
 use std::cell::Cell;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::Deployment;
+use crate::config::{Deployment, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
+use crate::dispatch::carrier::Carrier;
+use crate::dispatch::device::Forms;
+use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::placement::Placement;
-use crate::dispatch::transport::TokenTransport;
-use crate::dispatch::travel::{buffer_sizes, combine_mode, payload_form, row_form};
+use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
 use crate::gpu::{Gpu, Kernels};
 use crate::host;
@@ -22,6 +25,7 @@ use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
 use super::carriers::Carriers;
+use super::device::OnGpu;
 use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
@@ -112,11 +116,12 @@ impl Session {
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
         let (gpu, backends) = world.agree(build_backends(world, &selected, options, &kernels))?;
-        let carriers = Carriers::build(world, (options, gpu.as_ref()), (&geometry, &plans), &selected.selection)?;
+        let carriers = Carriers::build(world, (options, gpu.as_ref()), &selected.selection)?;
         world.enter(load);
-        let held = Held { backends: &backends, carriers: &carriers, placement };
+        let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
+        let held = Held { backends: &backends, carriers: &carriers, on_gpu: on_gpu.as_ref(), placement };
         let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
-        let loaded = selected.agree_on_loaded(world, &layers, &carriers)?;
+        let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
         layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
         let session = selected.agree_on_tactics(world, loaded, &tactics)?.digest();
@@ -281,6 +286,7 @@ fn build_backends(
 struct Held<'a> {
     backends: &'a Backends,
     carriers: &'a Carriers,
+    on_gpu: Option<&'a OnGpu>,
     placement: Placement,
 }
 
@@ -288,7 +294,7 @@ struct Held<'a> {
 fn load_layers(
     world: &World,
     (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
-    &Held { backends, carriers, placement }: &Held<'_>,
+    &Held { backends, carriers, on_gpu, placement }: &Held<'_>,
     (plans, selected): (&[LayerPlan], &Selected),
 ) -> Result<Vec<MoeLayer>, LayerError> {
     let geometry = &checkpoint.model().geometry;
@@ -320,13 +326,20 @@ fn load_layers(
         let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } = loaded;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
-        let transport = TokenTransport {
+        let travel = Travel {
             placement,
             payload: payload_form(decision, input_scale.unwrap_or(1.0)),
             mode: combine_mode(decision),
             row_form: row_form(geometry, decision),
-            carrier: carriers.of(selected.transport),
         };
+        let carrier = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
+        let carried_by = carrier.as_ref().map_or(Transport::Host, |carrier| carrier.transport());
+        let route = |(on_gpu, carrier): (&OnGpu, Rc<dyn Carrier>)| {
+            let is_quantised = matches!(travel.payload, PayloadForm::Nvfp4 { .. });
+            let forms = Forms { travel, quantise: input_scale.filter(|_| !is_quantised) };
+            on_gpu.route(forms, world.rank(), carrier)
+        };
+        let device = world.agree(on_gpu.zip(carrier).map(route).transpose())?;
         layers.push(MoeLayer {
             decision: *decision,
             selected,
@@ -336,7 +349,9 @@ fn load_layers(
             shared,
             experts,
             input_scale,
-            transport,
+            travel,
+            carrier: carried_by,
+            device,
             weight_bytes,
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });

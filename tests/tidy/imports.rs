@@ -21,7 +21,7 @@ const ORDER: &[&[&str]] = &[
     &["nccl", "jit"],
     &["gpu"],
     &["dispatch::carrier"],
-    &["dispatch::transport", "dispatch::nccl"],
+    &["dispatch::transport", "dispatch::device", "dispatch::nccl", "dispatch::staged"],
     &["backend"],
     &["facts"],
     &["sample", "layer"],

@@ -1,7 +1,9 @@
 //! Experts on an NVIDIA GPU: `mma_sync`, which any since Ampere runs, and `wgmma` for Hopper.
 //!
-//! A batch comes from the host and rows go back to it. Dense projections (router, latent) run on the host's cores.
+//! A batch lies on the device, or comes from the host and rows go back to it. Dense projections (router, latent) run on the
+//! host's cores.
 
+mod evidence;
 mod experts;
 pub mod pack;
 mod programs;
