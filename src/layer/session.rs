@@ -110,12 +110,14 @@ impl Session {
         let mut selected = Selected::agree(world, options, &geometry, &plans)?;
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
-        let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
+        let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
+        let buffers = plan_buffers(world, &geometry, &plans, tokens_at_once);
         let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
         let (gpu, backends) = world.agree(build_backends(world, &selected, options, &kernels))?;
+        world.agree(check_memory(world, (options, gpu.as_ref()), &buffers, tokens_at_once))?;
         let carriers = Carriers::build(world, (options, gpu.as_ref()), &selected.selection)?;
         world.enter(load);
         let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
@@ -217,14 +219,8 @@ pub(super) fn tokens_at_once(capacity: Capacity, num_tokens: Option<usize>) -> u
     num_tokens.map_or(declared, |n| n.min(declared))
 }
 
-/// The largest buffers that any layer needs, checked against this host's memory and said before anything is allocated.
-fn plan_buffers(
-    world: &World,
-    geometry: &MoeGeometry,
-    plans: &[LayerPlan],
-    (capacity, num_tokens): (Capacity, Option<usize>),
-) -> Result<BufferPlan, CapacityError> {
-    let tokens_at_once = tokens_at_once(capacity, num_tokens);
+/// The largest buffers that any layer needs, said before anything is allocated.
+fn plan_buffers(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> BufferPlan {
     let placement = Placement::new(geometry.num_experts, world.size());
     let num_local_experts = placement.local_experts(world.rank()).len();
     let of_layer = |decision: &LayerDecision| {
@@ -240,17 +236,34 @@ fn plan_buffers(
             "dispatch buffers planned for a rank, at most"
         );
     }
-    match host::free_memory_bytes() {
-        Some(free_bytes) if buffers.total_bytes().saturating_mul(world.local_size() as u64) > free_bytes => {
-            Err(CapacityError::Memory {
-                needed_bytes: buffers.total_bytes(),
-                local_size: world.local_size(),
-                host: world.host().to_owned(),
-                free_bytes,
-                chunk_tokens: tokens_at_once,
-            })
+    buffers
+}
+
+/// Whether they fit where they will lie: in the GPU's memory, or in this host's.
+fn check_memory(
+    world: &World,
+    (options, gpu): (&SessionOptions<'_>, Option<&Gpu>),
+    buffers: &BufferPlan,
+    chunk_tokens: usize,
+) -> Result<(), LayerError> {
+    let needed_bytes = buffers.total_bytes();
+    let is_over = |num_ranks: usize, free_bytes| needed_bytes.saturating_mul(num_ranks as u64) > free_bytes;
+    if let Some(gpu) = gpu {
+        let num_sharing = if options.deployment.cluster.share_gpus { world.local_size() } else { 1 };
+        let free_bytes = gpu.device().memory()?.free_bytes;
+        if is_over(num_sharing, free_bytes) {
+            let gpu = gpu.device().facts().name.clone();
+            let error = CapacityError::DeviceMemory { needed_bytes, num_sharing, gpu, free_bytes, chunk_tokens };
+            return Err(error.into());
         }
-        _ => Ok(buffers),
+        return Ok(());
+    }
+    match host::free_memory_bytes() {
+        Some(free_bytes) if is_over(world.local_size(), free_bytes) => {
+            let (local_size, host) = (world.local_size(), world.host().to_owned());
+            Err(CapacityError::Memory { needed_bytes, local_size, host, free_bytes, chunk_tokens }.into())
+        }
+        _ => Ok(()),
     }
 }
 

@@ -36,9 +36,11 @@ impl Timers {
         let between =
             |events: &[Event], at: usize| -> Result<Duration, CudaError> { events[at + 1].elapsed_since(&events[at]) };
         for chunk in marked.chunks_exact(PER_CHUNK) {
-            times.dispatch += between(chunk, 0)?;
-            times.experts += between(chunk, 1)?;
-            times.combine += between(chunk, 2)?;
+            let [dispatch, experts, combine] = [between(chunk, 0)?, between(chunk, 1)?, between(chunk, 2)?];
+            tracing::debug!(?dispatch, ?experts, ?combine, "a chunk on the device");
+            times.dispatch += dispatch;
+            times.experts += experts;
+            times.combine += combine;
         }
         Ok(())
     }

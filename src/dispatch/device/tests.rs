@@ -362,12 +362,13 @@ fn gpu_random_worlds_pack_and_combine_like_the_host() {
     let mut bench = Bench::new();
     let mut runner = TestRunner::deterministic();
     let forms = all_forms();
-    let worlds = (1usize..40, 1usize..12, 1usize..20, prop_tokens(), 0u64..1000, 0..forms.len());
+    // Few widths: each has its own kernels.
+    let worlds = (1usize..40, 1usize..12, 0..2, prop_tokens(), 0u64..1000, 0..forms.len());
     for _ in 0..60 {
-        let (num_experts, num_topk, blocks, num_tokens, seed, form) =
+        let (num_experts, num_topk, width, num_tokens, seed, form) =
             worlds.new_tree(&mut runner).expect("a world").current();
         let (payload, quantise, mode, form) = forms[form];
-        let hidden = blocks * 16;
+        let hidden = [16, 144][width];
         bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form });
     }
 }
