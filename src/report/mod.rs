@@ -436,7 +436,8 @@ pub(super) mod tests {
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
             "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
             "layers": [{
-                "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "fc1_input": quant, "fc2_input": quant,
+                "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
+                "fc1_input": quant, "fc2_input": quant,
                 "slots": 1, "num_not_finite": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
             }],
             "launches": launched.iter().map(|identity| serde_json::json!({

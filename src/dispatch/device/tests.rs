@@ -363,12 +363,12 @@ fn gpu_random_worlds_pack_and_combine_like_the_host() {
     let mut runner = TestRunner::deterministic();
     let forms = all_forms();
     // Few widths: each has its own kernels.
-    let worlds = (1usize..40, 1usize..12, 0..2, prop_tokens(), 0u64..1000, 0..forms.len());
+    let worlds = (1usize..40, 1usize..12, proptest::bool::ANY, prop_tokens(), 0u64..1000, 0..forms.len());
     for _ in 0..60 {
-        let (num_experts, num_topk, width, num_tokens, seed, form) =
+        let (num_experts, num_topk, is_wide, num_tokens, seed, form) =
             worlds.new_tree(&mut runner).expect("a world").current();
         let (payload, quantise, mode, form) = forms[form];
-        let hidden = [16, 144][width];
+        let hidden = if is_wide { 144 } else { 16 };
         bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form });
     }
 }
