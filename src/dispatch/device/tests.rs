@@ -174,29 +174,29 @@ impl Bench {
         let plans: Vec<DispatchPlan> =
             homes.iter().map(|home| DispatchPlan::new(placement, home.slots(world.num_topk))).collect();
         let (mut packed, mut messages, mut counts, mut home_rows) = (vec![], vec![], vec![], vec![]);
-        for rank in 0..num_ranks {
+        for (rank, (home, plan)) in homes.iter().zip(&plans).enumerate() {
             let what = format!("{what}, rank {rank} sends");
-            self.send(world, &stages[rank], &homes[rank]);
+            self.send(world, &stages[rank], home);
             let sent = SentCounts::new(placement, &self.buffers.host_totals, (world.num_tokens[rank], world.num_topk));
             let sent = sent.unwrap_or_else(|error| panic!("{what}: {error}"));
-            assert_eq!(sent.num_tokens, plans[rank].num_tokens_to(), "{what}: tokens");
-            assert_eq!(sent.num_slots, plans[rank].num_slots, "{what}: slots");
-            let (expected, quantised) = pack(world, &homes[rank], &plans[rank], layout);
+            assert_eq!(sent.num_tokens, plan.num_tokens_to(), "{what}: tokens");
+            assert_eq!(sent.num_slots, plan.num_slots, "{what}: slots");
+            let (expected, quantised) = pack(world, home, plan, layout);
             let bytes = self.first(&self.buffers.packed, expected.len());
             assert_same(&bytes, &expected, row_bytes, &what);
             let found = self.first(&self.buffers.counts, 2);
             assert_eq!(found, [quantised.num_saturated, quantised.num_zeroed], "{what}: block scales");
-            home_rows.push(self.first(&self.buffers.home_rows, homes[rank].idx.len()));
+            home_rows.push(self.first(&self.buffers.home_rows, home.idx.len()));
             packed.push(bytes);
             messages.push(sent.messages(placement));
             counts.push(sent.num_tokens.clone());
         }
         let (mut back, mut back_counts) = (vec![], vec![]);
-        for rank in 0..num_ranks {
+        for (rank, stages) in stages.iter().enumerate() {
             let what = format!("{what}, rank {rank} receives");
             let received = received(&messages, placement, rank);
             let arrived = arriving(&packed, &counts, rank, row_bytes);
-            back.push(self.receive(world, (&stages[rank], &received), &arrived, rank, &what));
+            back.push(self.receive(world, (stages, &received), &arrived, rank, &what));
             back_counts.push(match world.mode {
                 CombineMode::Slot => received.num_rows,
                 CombineMode::Rank => received.num_tokens,
