@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
-use crate::config::{Choice as _, Deployment};
+use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
 use crate::layer::{

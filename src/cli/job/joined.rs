@@ -1,6 +1,7 @@
 //! A job's report: a rank's part of it, what was decided, and all ranks' parts joined on rank 0.
 
 use super::{Job, Share};
+use crate::config::Choice as _;
 use crate::layer::{MoeLayer, Session};
 use crate::report::{BytesReport, Decided, DecidedLayer, DecidedTactic, RankReport, RunReport, StepReport};
 use crate::world::World;
