@@ -88,15 +88,22 @@ pub(super) fn identity(technique: &'static str, spec: &ExpertsSpec, expert: &Exp
 /// # Panics
 /// If the batch or `out` does not fit: a bug of the caller, which made the plan.
 pub(super) fn batch(spec: &ExpertsSpec, num_experts: usize, batch: &ExpertBatch<'_>, out: &[f32]) {
-    let offsets = batch.expert_offsets;
-    assert_eq!(offsets.len(), num_experts + 1, "expert_offsets has an entry an expert and one");
-    assert!(offsets.is_sorted() && offsets[0] == 0, "expert_offsets ascend from 0: {offsets:?}");
-    assert_eq!(offsets[num_experts], batch.num_rows(), "the last of expert_offsets is the number of rows");
+    offsets(num_experts, batch.expert_offsets);
+    assert_eq!(batch.expert_offsets[num_experts], batch.num_rows(), "the last of expert_offsets is the number of rows");
     assert_eq!(out.len(), batch.num_rows() * spec.hidden, "out is [num_rows, hidden]");
     assert!(batch.tokens.len().is_multiple_of(spec.hidden), "tokens is [num_tokens, hidden]");
     let num_tokens = batch.tokens.len() / spec.hidden;
     let strange = batch.row_token.iter().position(|token| *token as usize >= num_tokens);
     assert_eq!(strange, None, "a row reads a token that is not there: {num_tokens} tokens");
+}
+
+/// Checks where experts' rows start.
+///
+/// # Panics
+/// If they are not those of so many experts.
+pub(super) fn offsets(num_experts: usize, offsets: &[usize]) {
+    assert_eq!(offsets.len(), num_experts + 1, "expert_offsets has an entry an expert and one");
+    assert!(offsets.is_sorted() && offsets[0] == 0, "expert_offsets ascend from 0: {offsets:?}");
 }
 
 /// Counts the rows of every identity, in the order in which identities first occur.

@@ -10,14 +10,13 @@ pub mod simd;
 use std::sync::Arc;
 
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
-use crate::cuda::CudaError;
+use crate::cuda::{CudaError, DeviceBuffer};
 use crate::exit::{Classify, Exit};
-use crate::jit::NvrtcError;
+use crate::gpu::{Gpu, GpuError};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::tactics::Tactic;
 use crate::select::{Identity, Quant};
-pub use cuda::{GpuOptions, Kernels};
 pub use simd::Isa;
 
 /// What a group of experts has in common.
@@ -58,6 +57,51 @@ impl ExpertBatch<'_> {
     }
 }
 
+/// Rows to compute whose tokens lie on the device, sorted by local expert.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceBatch<'a> {
+    /// `[num_tokens, hidden]` bf16; with quantised activations as in [`ExpertBatch::tokens`].
+    pub tokens: &'a DeviceBuffer<u16>,
+    /// Multiplies every token value, as in [`ExpertBatch::token_scale`].
+    pub token_scale: f32,
+    /// `[num_rows]` the token that each row reads, which has to be one of `tokens`.
+    pub row_token: &'a DeviceBuffer<u32>,
+    /// `[num_local_experts + 1]` where each expert's rows start: the host knows them, and chooses by them.
+    pub expert_offsets: &'a [usize],
+}
+
+impl DeviceBatch<'_> {
+    /// Rows over all experts.
+    #[must_use]
+    pub fn num_rows(&self) -> usize {
+        self.expert_offsets.last().copied().unwrap_or(0)
+    }
+}
+
+/// Experts that compute on the session's GPU, in its stream.
+pub trait DeviceExperts {
+    /// Queues the unweighted FC2 rows `[num_rows, hidden]` of a batch into `out`, and waits for nothing.
+    ///
+    /// # Errors
+    /// If a buffer is too small, there is no memory, or the driver fails.
+    ///
+    /// # Panics
+    /// If the offsets are not those of these experts, which is a bug of the caller.
+    fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError>;
+
+    /// Queues the way of what the device has counted since it was last asked to the host.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    fn queue_evidence(&self) -> Result<(), BackendError>;
+
+    /// What was done since the last time, once the device has come past [`DeviceExperts::queue_evidence`].
+    ///
+    /// # Errors
+    /// If rows were queued that no kernel has stored.
+    fn evidence(&self) -> Result<ForwardStats, BackendError>;
+}
+
 /// What one call did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ForwardStats {
@@ -88,6 +132,11 @@ pub trait Experts: Send + Sync {
     /// where tuning is on. The same on every rank, whatever experts it holds.
     fn tactics(&self) -> &'static [&'static str] {
         &["untuned"]
+    }
+
+    /// The same experts for tokens that lie on the device, where they compute on one.
+    fn on_device(&self) -> Option<&dyn DeviceExperts> {
+        None
     }
 
     /// Bytes the packed weights occupy.
@@ -162,8 +211,8 @@ pub struct Machine {
     pub num_threads: usize,
     /// For `simd`; absent: the machine's best.
     pub isa: Option<Isa>,
-    /// For GPU techniques.
-    pub gpu: GpuOptions,
+    /// For GPU techniques, which need one.
+    pub gpu: Option<Gpu>,
 }
 
 /// The backend of a technique.
@@ -174,11 +223,15 @@ pub struct Machine {
 pub fn build(technique: &str, machine: &Machine) -> Result<Arc<dyn Backend>, BackendError> {
     let Machine { num_threads, isa, gpu } = machine;
     let num_threads = *num_threads;
+    let on_gpu = |technique| -> Result<Arc<dyn Backend>, BackendError> {
+        let gpu = gpu.as_ref().ok_or(BackendError::NoGpu { technique })?;
+        Ok(Arc::new(cuda::Gpu::new(technique, gpu, num_threads)?))
+    };
     match technique {
         reference::TECHNIQUE => Ok(Arc::new(reference::Reference::new(num_threads)?)),
         simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(Isa::detect))?)),
-        cuda::MMA_SYNC => Ok(Arc::new(cuda::Gpu::new(cuda::MMA_SYNC, gpu, num_threads)?)),
-        cuda::WGMMA => Ok(Arc::new(cuda::Gpu::new(cuda::WGMMA, gpu, num_threads)?)),
+        cuda::MMA_SYNC => on_gpu(cuda::MMA_SYNC),
+        cuda::WGMMA => on_gpu(cuda::WGMMA),
         _ => Err(BackendError::Technique { technique: technique.to_owned() }),
     }
 }
@@ -261,14 +314,14 @@ pub enum BackendError {
     /// The GPU or its driver.
     #[error(transparent)]
     Cuda(Box<CudaError>),
-    /// The compiler of kernels.
+    /// The session's GPU or its kernels.
     #[error(transparent)]
-    Compile(Box<NvrtcError>),
-    /// A kernel that the session did not get, though it follows from the layer.
-    #[error("{kernel} was not prepared, a bug: what a layer needs and what is packed for it differ")]
-    NotPrepared {
-        /// What is missing.
-        kernel: String,
+    Gpu(Box<GpuError>),
+    /// A GPU technique without a GPU to run on.
+    #[error("{technique} was built without a GPU, a bug: a session opens its GPU before its backends")]
+    NoGpu {
+        /// The technique.
+        technique: &'static str,
     },
     /// A GPU that a technique has no kernels for.
     #[error("{technique} has no kernels for compute capability {found} ({name}); choose another backend")]
@@ -279,6 +332,12 @@ pub enum BackendError {
         name: String,
         /// What it has.
         found: String,
+    },
+    /// Experts of a technique that has none for the device.
+    #[error("{technique} computes on the host, and its layer's tokens are on a GPU: a bug")]
+    NotOnDevice {
+        /// The technique.
+        technique: &'static str,
     },
     /// A projection that the GPU's image can't hold.
     #[error("{projection} can't be packed for a GPU")]
@@ -314,9 +373,9 @@ impl From<CudaError> for BackendError {
     }
 }
 
-impl From<NvrtcError> for BackendError {
-    fn from(error: NvrtcError) -> Self {
-        Self::Compile(Box::new(error))
+impl From<GpuError> for BackendError {
+    fn from(error: GpuError) -> Self {
+        Self::Gpu(Box::new(error))
     }
 }
 
@@ -327,10 +386,10 @@ impl Classify for BackendError {
                 Exit::Environment
             }
             Self::Cuda(error) => error.exit(),
-            Self::Compile(error) => error.exit(),
+            Self::Gpu(error) => error.exit(),
             Self::Pack { source, .. } => source.exit(),
             Self::Rows { .. } => Exit::WrongResult,
-            Self::NotPrepared { .. } => Exit::Bug,
+            Self::NoGpu { .. } | Self::NotOnDevice { .. } => Exit::Bug,
             Self::Shape { .. }
             | Self::InputScale { .. }
             | Self::Width { .. }

@@ -260,7 +260,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let moved = world.traffic() - before;
     let mut report = new_report(world, job, &session, &share, load.as_secs_f64());
     for (layer, done) in session.layers().iter().zip(&steps.layers) {
-        let first_expert = layer.transport().placement.local_experts(world.rank()).start;
+        let first_expert = layer.travel().placement.local_experts(world.rank()).start;
         report.add_layer(layer.decision().layer, first_expert, &done.stats, done.outcome);
     }
     report.bytes_to = world.carried_to();

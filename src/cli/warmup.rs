@@ -151,7 +151,7 @@ fn archs(args: &WarmupArgs) -> Result<Vec<Arch>, WarmupError> {
 
 fn requests(layers: &[ModelLayer], batch_invariant: bool, archs: &[Arch]) -> Vec<KernelRequest> {
     let of_layer = |(problem, decision): &ModelLayer| {
-        let requests = |&arch| kernels::for_layer(problem, decision.activation, batch_invariant, arch);
+        let requests = |&arch| kernels::for_layer(problem, decision, batch_invariant, arch);
         archs.iter().flat_map(requests).collect::<Vec<_>>()
     };
     layers.iter().flat_map(of_layer).collect()

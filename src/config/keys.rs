@@ -70,7 +70,7 @@ impl Default for Deployment {
     fn default() -> Self {
         Self {
             name: "laptop".to_owned(),
-            cluster: Cluster { nodes: 1, ranks_per_node: None, device: Device::Cpu },
+            cluster: Cluster { nodes: 1, ranks_per_node: None, device: Device::Cpu, share_gpus: false },
             links: Links::default(),
             moe: Moe {
                 backend: BackendFamily::Auto,
@@ -125,6 +125,7 @@ keys! {
     "cluster.nodes": cluster.nodes = |s| s.count(1), |v| v.to_string();
     "cluster.ranks_per_node": cluster.ranks_per_node = |s| s.or_null(|s| s.count(1)), |v| or_null(v.as_ref());
     "cluster.device": cluster.device = |s| s.choice(), |v| v.name().to_owned();
+    "cluster.share_gpus": cluster.share_gpus = |s| s.boolean(), |v| v.to_string();
     "links.scale_up_gbyte_per_s": links.scale_up_gbyte_per_s = |s| s.or_null(Scalar::rate), |v| number(*v);
     "links.scale_out_gbyte_per_s": links.scale_out_gbyte_per_s = |s| s.or_null(Scalar::rate), |v| number(*v);
     "links.memory_gbyte_per_s": links.memory_gbyte_per_s = |s| s.or_null(Scalar::rate), |v| number(*v);

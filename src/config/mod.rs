@@ -59,6 +59,8 @@ pub struct Cluster {
     pub ranks_per_node: Option<u32>,
     /// What a rank drives.
     pub device: Device,
+    /// Several ranks may drive one GPU: for tests, where ranks are more than GPUs.
+    pub share_gpus: bool,
 }
 
 /// What a rank drives.

@@ -157,7 +157,8 @@ impl Function {
         Ok(value.unsigned_abs())
     }
 
-    /// Lets launches ask for up to so much dynamic shared memory; more than 48 KiB has to be asked for like this.
+    /// Lets launches ask for up to so much dynamic shared memory; more than 48 KiB has to be asked for like this. What was
+    /// allowed before stays so: others may launch the same kernel.
     ///
     /// # Errors
     /// If a block can't have so much.
@@ -174,6 +175,9 @@ impl Function {
             });
         }
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        if bytes <= self.attribute(attribute)? {
+            return Ok(());
+        }
         // SAFETY: the function's module lives.
         let result = unsafe { sys::cuFuncSetAttribute(self.handle, attribute, bytes.cast_signed()) };
         device.check(result, "allowing shared memory")

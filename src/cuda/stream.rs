@@ -142,6 +142,21 @@ impl Event {
         self.device.check(unsafe { sys::cuEventSynchronize(self.handle) }, "waiting for an event")
     }
 
+    /// Whether the work before the mark is done; does not wait. Reports what failed in it.
+    ///
+    /// # Errors
+    /// If a kernel or a copy before it failed.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        self.device.enter()?;
+        // SAFETY: the handle lives.
+        let result = unsafe { sys::cuEventQuery(self.handle) };
+        if result == sys::CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        self.device.check(result, "asking for an event")?;
+        Ok(true)
+    }
+
     /// The time from `start` to this mark; both have to be behind us. Resolution about half a microsecond.
     ///
     /// # Errors

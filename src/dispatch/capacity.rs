@@ -30,6 +30,24 @@ pub enum CapacityError {
         /// The declared limit.
         limit: usize,
     },
+    /// The planned buffers do not fit a GPU.
+    #[error(
+        "the dispatch buffers need up to {needed_bytes} bytes on each of the {num_sharing} ranks that drive {gpu}, which has \
+         {free_bytes} bytes free before weights are loaded; set dispatch.chunk_tokens (now {chunk_tokens} tokens a rank go at \
+         once)"
+    )]
+    DeviceMemory {
+        /// Planned bytes of a rank.
+        needed_bytes: u64,
+        /// Ranks that may share the GPU.
+        num_sharing: usize,
+        /// The GPU.
+        gpu: String,
+        /// Free on the GPU.
+        free_bytes: u64,
+        /// Tokens a rank that travel at once.
+        chunk_tokens: usize,
+    },
     /// The planned buffers do not fit.
     #[error(
         "the dispatch buffers need up to {needed_bytes} bytes on each of the {local_size} ranks of host {host}, \
@@ -53,7 +71,7 @@ impl Classify for CapacityError {
     fn exit(&self) -> Exit {
         match self {
             Self::TooManyTokens { .. } | Self::ChunkOverLimit { .. } => Exit::BadInput,
-            Self::Memory { .. } => Exit::Environment,
+            Self::Memory { .. } | Self::DeviceMemory { .. } => Exit::Environment,
         }
     }
 }

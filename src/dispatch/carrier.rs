@@ -1,18 +1,27 @@
-//! Who carries bytes between ranks. Packing and unpacking are the same for all of them: see [`super::transport`].
+//! Who carries bytes between the devices of ranks. Packing and unpacking are the same for all of them: see [`super::device`].
 
 use std::fmt;
 
 use crate::config::{Choice, Transport};
+use crate::cuda::{CudaError, DeviceBuffer};
+use crate::dispatch::counts::Miscount;
 use crate::exit::{Classify, Exit};
+use crate::gpu::GpuError;
 use crate::nccl::NcclError;
-use crate::world::{Parts, World};
+use crate::world::World;
 
-/// Bytes did not arrive. The peers of the rank that sees this may still wait for it: it has to end the job.
+/// Tokens or rows did not arrive. The peers of the rank that sees this may still wait for it: it has to end the job.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryError {
-    /// NCCL or the GPU failed.
+    /// NCCL failed.
     #[error("tokens can't travel over nccl")]
     Nccl(#[source] Box<NcclError>),
+    /// This rank's GPU failed.
+    #[error("tokens can't be packed or unpacked")]
+    Gpu(#[source] Box<GpuError>),
+    /// This rank's GPU is not to be trusted.
+    #[error(transparent)]
+    Miscount(#[from] Miscount),
 }
 
 impl From<NcclError> for CarryError {
@@ -21,31 +30,68 @@ impl From<NcclError> for CarryError {
     }
 }
 
+impl From<GpuError> for CarryError {
+    fn from(error: GpuError) -> Self {
+        Self::Gpu(Box::new(error))
+    }
+}
+
+impl From<CudaError> for CarryError {
+    fn from(error: CudaError) -> Self {
+        GpuError::from(error).into()
+    }
+}
+
 impl Classify for CarryError {
     fn exit(&self) -> Exit {
         match self {
             Self::Nccl(error) => error.exit(),
+            Self::Gpu(error) => error.exit(),
+            Self::Miscount(_) => Exit::WrongResult,
         }
     }
 }
 
-/// Carries bytes between ranks. All ranks of a session use the same.
+/// Runs of bytes on a device, one a rank, in rank order.
+#[derive(Debug)]
+pub struct Runs<'a, Buffer> {
+    /// All runs, one behind the other.
+    pub buffer: Buffer,
+    /// `[num_ranks]` length of each.
+    pub counts: &'a [usize],
+}
+
+impl<Buffer> Runs<'_, Buffer> {
+    /// Where the run of `rank` lies.
+    pub fn range(&self, rank: usize) -> std::ops::Range<usize> {
+        let start = self.counts[..rank].iter().sum();
+        start..start + self.counts[rank]
+    }
+
+    /// Bytes of all runs but that of `rank`.
+    pub fn bytes_of_others(&self, rank: usize) -> u64 {
+        (self.counts.iter().sum::<usize>() - self.counts[rank]) as u64
+    }
+}
+
+/// Carries bytes between the devices of ranks. All ranks of a session use the same.
 pub trait Carrier: fmt::Debug {
     /// Its name in deployments and reports.
     fn transport(&self) -> Transport;
 
-    /// Sends each rank its run and returns the runs received, in rank order; collective. `recv_counts` are the lengths of
-    /// those, and `max_run_bytes`, equal on all ranks, bounds every run between any two.
+    /// Sends every other rank its run, behind what is queued on this rank's GPU, and receives theirs, so that what is queued
+    /// afterwards sees them; collective. A rank's own run stays where it is. `max_run_bytes`, equal on all ranks, bounds every
+    /// run between any two.
     ///
     /// # Errors
-    /// If a device or a network fails. A peer that does not come ends the job at the phase's limit.
-    fn all_to_all_bytes(
+    /// If a device or a network fails. A peer that does not come ends the job at the phase's limit, in this wait or the next.
+    fn exchange(
         &self,
         world: &World,
-        send: Parts<'_>,
-        recv_counts: &[usize],
+        sent: Runs<'_, &DeviceBuffer<u8>>,
+        arrived: Runs<'_, &mut DeviceBuffer<u8>>,
         max_run_bytes: usize,
-    ) -> Result<Vec<u8>, CarryError>;
+    ) -> Result<(), CarryError>;
 
     /// Lets go of what it holds with other ranks. Right once every rank is through with it, as behind a barrier, or where
     /// one could not build its own.
@@ -54,25 +100,5 @@ pub trait Carrier: fmt::Debug {
     /// Its name.
     fn name(&self) -> &'static str {
         self.transport().name()
-    }
-}
-
-/// MPI between hosts: works anywhere.
-#[derive(Debug, Clone, Copy)]
-pub struct Mpi;
-
-impl Carrier for Mpi {
-    fn transport(&self) -> Transport {
-        Transport::Host
-    }
-
-    fn all_to_all_bytes(
-        &self,
-        world: &World,
-        send: Parts<'_>,
-        recv_counts: &[usize],
-        max_run_bytes: usize,
-    ) -> Result<Vec<u8>, CarryError> {
-        Ok(world.all_to_all_bytes(send, recv_counts, max_run_bytes))
     }
 }

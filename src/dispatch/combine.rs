@@ -48,7 +48,7 @@ impl CombineMode {
 }
 
 /// `[num_rows]` rows of one width and form.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowForm {
     /// Values of a row.
     pub hidden: usize,

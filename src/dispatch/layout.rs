@@ -73,7 +73,11 @@ impl PayloadForm {
     }
 }
 
-/// A token on its way: payload, then `num_topk` local expert ids (i32, -1: not hosted there), then as many weights (f32).
+/// Tokens begin at multiples of this, so that GPUs copy whole words of theirs.
+const ALIGN: usize = 16;
+
+/// A token on its way: payload, then `num_topk` local expert ids (i32, -1: not hosted there), then as many weights (f32), then
+/// zeros up to the next token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenLayout {
     /// The values' form.
@@ -88,7 +92,7 @@ impl TokenLayout {
     /// Bytes of a token.
     #[must_use]
     pub const fn row_bytes(&self) -> usize {
-        self.weights_at() + 4 * self.num_topk
+        (self.weights_at() + 4 * self.num_topk).next_multiple_of(ALIGN)
     }
 
     const fn idx_at(&self) -> usize {
@@ -122,7 +126,7 @@ impl TokenLayout {
 
     /// Reads a token's weights in slot order.
     pub fn weights<'a>(&self, row: &'a [u8]) -> impl Iterator<Item = f32> + use<'a> {
-        words(&row[self.weights_at()..self.row_bytes()]).map(f32::from_le_bytes)
+        words(&row[self.weights_at()..self.weights_at() + 4 * self.num_topk]).map(f32::from_le_bytes)
     }
 }
 

@@ -1,17 +1,19 @@
 //! How tokens reach their experts and how rows come back.
 //!
-//! [`placement`], [`plan`], [`layout`], [`travel`], [`capacity`], [`staging`] and [`choice`] are pure: from counts and ids that
-//! every rank knows they decide all that is sent. [`transport`] packs and unpacks by them, and a [`carrier`] moves the bytes:
-//! MPI, or [`nccl`] between GPUs.
+//! [`placement`], [`plan`], [`layout`], [`travel`], [`capacity`], [`counts`] and [`choice`] are pure: from counts and ids that
+//! every rank knows they decide all that is sent. [`transport`] packs and unpacks by them on hosts, over MPI. [`device`] does on
+//! GPUs, where a [`carrier`] moves the bytes: [`nccl`] between GPUs, or MPI through hosts ([`staged`]).
 
 pub mod capacity;
 pub mod carrier;
 pub mod choice;
 pub mod combine;
+pub mod counts;
+pub mod device;
 pub mod layout;
 pub mod nccl;
 pub mod placement;
 pub mod plan;
-pub mod staging;
+pub mod staged;
 pub mod transport;
 pub mod travel;

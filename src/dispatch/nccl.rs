@@ -1,23 +1,20 @@
-//! NCCL between the GPUs of ranks, as a carrier of bytes that lie on hosts.
-//!
-//! Tokens are packed and unpacked on the host in this version: they cross PCIe to the sender's GPU, go from GPU to GPU, and
-//! cross PCIe again. A rank's own tokens stay on its host.
+//! NCCL between the GPUs of ranks: from device memory to device memory, on the stream of all of a rank's work.
 
 use std::cell::RefCell;
 use std::time::Duration;
 
-use super::carrier::{Carrier, CarryError};
-use super::staging::{Piece, Staging};
+use super::carrier::{Carrier, CarryError, Runs};
 use crate::config::Transport;
-use crate::cuda::{Device, DeviceBuffer, PinnedBuffer, Stream};
+use crate::cuda::DeviceBuffer;
+use crate::gpu::Gpu;
 use crate::nccl::{Communicator, Library, NcclError, Place, Progress, Transfer, UniqueId};
-use crate::world::{Exchanged, Parts, World};
+use crate::world::{Exchanged, World};
 
 /// What a rank joins with, from its own means alone.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct NcclOptions {
-    /// The number of its GPU in this process.
-    pub ordinal: u32,
+    /// Its GPU.
+    pub gpu: Gpu,
     /// NCCL, or the directory that it lies in; absent: where the loader finds it.
     pub library: Option<String>,
 }
@@ -28,38 +25,18 @@ pub struct Prepared {
     library: Library,
     /// What the ranks meet by: rank 0's.
     id: Option<UniqueId>,
-    staging: Staging,
-    buffers: Buffers,
-    stream: Stream,
-}
-
-/// Memory for one round, on the device and pinned on the host.
-#[derive(Debug)]
-struct Buffers {
-    send: DeviceBuffer<u8>,
-    receive: DeviceBuffer<u8>,
-    host_send: PinnedBuffer<u8>,
-    host_receive: PinnedBuffer<u8>,
+    gpu: Gpu,
 }
 
 impl Prepared {
-    /// Loads the library, opens the device and takes the memory; rank 0 makes the id.
+    /// Loads the library; rank 0 makes the id.
     ///
     /// # Errors
-    /// If there is no NCCL, no device, or not the memory.
-    pub fn new(world: &World, options: &NcclOptions, staging: Staging) -> Result<Self, NcclError> {
+    /// If there is no NCCL.
+    pub fn new(world: &World, options: &NcclOptions) -> Result<Self, NcclError> {
         let library = Library::load(options.library.as_deref())?;
-        let device = Device::open(options.ordinal)?;
-        let stream = Stream::new(&device)?;
-        let len = staging.buffer_bytes();
-        let buffers = Buffers {
-            send: DeviceBuffer::uninitialised(&device, len)?,
-            receive: DeviceBuffer::uninitialised(&device, len)?,
-            host_send: PinnedBuffer::zeroed(&device, len)?,
-            host_receive: PinnedBuffer::zeroed(&device, len)?,
-        };
         let id = if world.is_root() { Some(UniqueId::new(&library)?) } else { None };
-        Ok(Self { library, id, staging, buffers, stream })
+        Ok(Self { library, id, gpu: options.gpu.clone() })
     }
 
     /// What rank 0 has to tell the others; empty on those.
@@ -73,10 +50,10 @@ impl Prepared {
     /// # Errors
     /// If NCCL fails, or some rank does not come.
     pub fn join(self, world: &World, told: &[u8], limit: Duration) -> Result<NcclCarrier, NcclError> {
-        let Self { library, staging, buffers, stream, .. } = self;
+        let Self { library, gpu, .. } = self;
         let id = UniqueId::from_bytes(told).ok_or(NcclError::NoId { len: told.len() })?;
         let place = Place { rank: world.rank().index(), num_ranks: world.size() };
-        let communicator = Communicator::begin(&library, id, place, &stream)?;
+        let communicator = Communicator::begin(&library, id, place, gpu.stream())?;
         let joined = world.poll_within("joining of GPUs over NCCL", limit, || {
             match communicator.progress("joining the ranks' GPUs") {
                 Ok(Progress::Pending) => None,
@@ -86,8 +63,7 @@ impl Prepared {
         });
         match joined {
             Some(Ok(())) => {
-                let (communicator, buffers) = (RefCell::new(Some(communicator)), RefCell::new(buffers));
-                let carrier = NcclCarrier { communicator, buffers, staging, stream };
+                let carrier = NcclCarrier { communicator: RefCell::new(Some(communicator)), gpu };
                 carrier.greet(world)?;
                 tracing::debug!(library = library.found_as(), version = library.version(), "joined over NCCL");
                 Ok(carrier)
@@ -109,9 +85,7 @@ impl Prepared {
 pub struct NcclCarrier {
     /// There until it is given up.
     communicator: RefCell<Option<Communicator>>,
-    buffers: RefCell<Buffers>,
-    staging: Staging,
-    stream: Stream,
+    gpu: Gpu,
 }
 
 impl NcclCarrier {
@@ -125,10 +99,19 @@ impl NcclCarrier {
     /// Sends every rank this one's number and checks theirs. NCCL connects two ranks at the first bytes between them, 0.27 s
     /// (two H200, 2026-11-30): here they are connected, or fail to be, before any rank is in a step.
     fn greet(&self, world: &World) -> Result<(), NcclError> {
-        let mine = (world.rank().index() as u64).to_le_bytes();
+        let (rank, stream) = (world.rank().index(), self.gpu.stream());
+        let mine = (rank as u64).to_le_bytes();
         let counts = vec![mine.len(); world.size()];
-        let (received, _) =
-            self.exchange(world, Parts { bytes: &mine.repeat(world.size()), counts: &counts }, &counts)?;
+        let sent = DeviceBuffer::from_slice(stream, &mine.repeat(world.size()))?;
+        // A rank's own does not travel: it is here already.
+        let mut arrived = DeviceBuffer::from_slice(stream, &mine.repeat(world.size()))?;
+        self.transfer(world, &Runs { buffer: &sent, counts: &counts }, Runs { buffer: &mut arrived, counts: &counts })?;
+        world.poll("NCCL's first bytes", || match stream.is_done() {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(())),
+            Err(error) => Some(Err(error)),
+        })?;
+        let received = arrived.download(stream)?;
         let is_wrong = |(peer, found): (usize, &[u8])| found != (peer as u64).to_le_bytes();
         match received.chunks_exact(mine.len()).enumerate().position(is_wrong) {
             None => Ok(()),
@@ -139,84 +122,30 @@ impl NcclCarrier {
         }
     }
 
-    /// All rounds: what arrived, and what went to and came from others.
-    fn exchange(
+    /// Hands all runs but this rank's own to the stream, as one group.
+    fn transfer(
         &self,
         world: &World,
-        send: Parts<'_>,
-        recv_counts: &[usize],
-    ) -> Result<(Vec<u8>, Exchanged), NcclError> {
-        let rank = world.rank().index();
-        let mut received = vec![0u8; recv_counts.iter().sum()];
-        let start = |counts: &[usize]| -> usize { counts[..rank].iter().sum() };
-        let (from, to, len) = (start(send.counts), start(recv_counts), recv_counts[rank]);
-        // This rank's own do not travel.
-        received[to..to + len].copy_from_slice(&send.bytes[from..from + len]);
-        let num_rounds = self.staging.num_rounds(rank, [send.counts, recv_counts]);
-        let mut carried = Exchanged { rounds: num_rounds as u64, ..Exchanged::default() };
-        for round in 0..num_rounds {
-            let pieces = [send.counts, recv_counts].map(|counts| self.staging.pieces(rank, counts, round));
-            let bytes_of = |pieces: &[Piece]| -> u64 { pieces.iter().map(|piece| piece.bytes.len() as u64).sum() };
-            carried.sent_bytes += bytes_of(&pieces[0]);
-            carried.received_bytes += bytes_of(&pieces[1]);
-            if let Err(error) = self.round(world, send.bytes, &mut received, [&pieces[0], &pieces[1]]) {
-                // What was begun would never end, and whatever waits for the device with it.
-                self.give_up();
-                return Err(error);
-            }
-        }
-        Ok((received, carried))
-    }
-
-    /// One round: to the device, from device to device, to the host.
-    fn round(
-        &self,
-        world: &World,
-        send: &[u8],
-        received: &mut [u8],
-        [sends, receives]: [&[Piece]; 2],
+        sent: &Runs<'_, &DeviceBuffer<u8>>,
+        arrived: Runs<'_, &mut DeviceBuffer<u8>>,
     ) -> Result<(), NcclError> {
+        let rank = world.rank().index();
+        let transfers = |counts: &[usize], range: &dyn Fn(usize) -> std::ops::Range<usize>| -> Vec<Transfer> {
+            let peers = counts.iter().enumerate().filter(|(peer, count)| *peer != rank && **count > 0);
+            peers.map(|(peer, _)| Transfer { peer, bytes: range(peer) }).collect()
+        };
+        let sends = transfers(sent.counts, &|peer| sent.range(peer));
+        let receives = transfers(arrived.counts, &|peer| arrived.range(peer));
+        if sends.is_empty() && receives.is_empty() {
+            return Ok(());
+        }
         let communicator = self.communicator.borrow();
         let communicator = communicator.as_ref().ok_or(NcclError::GivenUp)?;
-        let mut buffers = self.buffers.borrow_mut();
-        let Buffers { send: device_send, receive: device_receive, host_send, host_receive } = &mut *buffers;
-        for piece in sends {
-            host_send[piece.staged.clone()].copy_from_slice(&send[piece.bytes.clone()]);
-        }
-        let end = |pieces: &[Piece]| pieces.last().map_or(0, |piece| piece.staged.end);
-        // SAFETY: `host_send` is written above in a later round only, which comes when the stream is done. Where it fails, no
-        // round comes any more, and freeing pinned memory waits for the device.
-        unsafe { device_send.upload_pinned(&self.stream, 0, &host_send[..end(sends)]) }?;
-        let transfers = |pieces: &[Piece]| -> Vec<Transfer> {
-            pieces.iter().map(|piece| Transfer { peer: piece.peer, bytes: piece.staged.clone() }).collect()
-        };
-        let (sends, arriving) = (transfers(sends), transfers(receives));
-        communicator.begin_transfers(&self.stream, (device_send, &sends), (device_receive, &arriving))?;
+        communicator.begin_transfers(self.gpu.stream(), (sent.buffer, &sends), (arrived.buffer, &receives))?;
         // The stream has the transfers only when NCCL says so: what is queued before would run ahead of them.
-        self.watch(world, communicator, || Ok(true))?;
-        // SAFETY: `host_receive` is read below, when the stream is done; else as `host_send`.
-        unsafe { device_receive.download_pinned(&self.stream, 0, &mut host_receive[..end(receives)]) }?;
-        self.watch(world, communicator, || Ok(self.stream.is_done()?))?;
-        for piece in receives {
-            received[piece.bytes.clone()].copy_from_slice(&host_receive[piece.staged.clone()]);
-        }
-        Ok(())
-    }
-
-    /// Waits until NCCL has nothing pending and `done` says yes, under the phase's limit.
-    fn watch(
-        &self,
-        world: &World,
-        communicator: &Communicator,
-        done: impl Fn() -> Result<bool, NcclError>,
-    ) -> Result<(), NcclError> {
         world.poll("NCCL exchange of rows", || match communicator.progress("exchanging bytes between GPUs") {
             Ok(Progress::Pending) => None,
-            Ok(Progress::Done) => match done() {
-                Ok(false) => None,
-                Ok(true) => Some(Ok(())),
-                Err(error) => Some(Err(error)),
-            },
+            Ok(Progress::Done) => Some(Ok(())),
             Err(error) => Some(Err(error)),
         })
     }
@@ -231,15 +160,21 @@ impl Carrier for NcclCarrier {
         self.give_up();
     }
 
-    fn all_to_all_bytes(
+    fn exchange(
         &self,
         world: &World,
-        send: Parts<'_>,
-        recv_counts: &[usize],
+        sent: Runs<'_, &DeviceBuffer<u8>>,
+        arrived: Runs<'_, &mut DeviceBuffer<u8>>,
         _max_run_bytes: usize,
-    ) -> Result<Vec<u8>, CarryError> {
-        let (received, carried) = self.exchange(world, send, recv_counts)?;
-        world.count_carried(carried);
-        Ok(received)
+    ) -> Result<(), CarryError> {
+        let rank = world.rank().index();
+        let (sent_bytes, received_bytes) = (sent.bytes_of_others(rank), arrived.bytes_of_others(rank));
+        if let Err(error) = self.transfer(world, &sent, arrived) {
+            // What was begun would never end, and whatever waits for the device with it.
+            self.give_up();
+            return Err(error.into());
+        }
+        world.count_carried(Exchanged { sent_bytes, received_bytes, rounds: 1 });
+        Ok(())
     }
 }

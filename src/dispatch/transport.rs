@@ -1,16 +1,14 @@
-//! Dispatch and combine as all-to-alls of plain bytes, packed and unpacked on the host: the same code whoever carries them.
-//! Carries out plans, decides nothing.
+//! Dispatch and combine between hosts: packed and unpacked on the host's cores, carried by MPI. Carries out plans, decides
+//! nothing.
 
 use std::fmt;
-use std::rc::Rc;
 use std::time::Instant;
 
 use crate::dispatch::capacity::{Capacity, CapacityError, Chunks};
-use crate::dispatch::carrier::{Carrier, CarryError};
-use crate::dispatch::combine::{self, CombineMode, RowForm};
-use crate::dispatch::layout::{PayloadForm, TokenLayout};
-use crate::dispatch::placement::Placement;
+use crate::dispatch::combine::{self, CombineMode};
+use crate::dispatch::layout::TokenLayout;
 use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
+use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Exit};
 use crate::ids::{LayerIdx, Rank};
 use crate::numerics::nvfp4::QuantCounts;
@@ -89,19 +87,8 @@ pub fn exchange_sizes(
 }
 
 /// Carries the tokens of one layer.
-#[derive(Debug, Clone)]
-pub struct TokenTransport {
-    /// Who owns what.
-    pub placement: Placement,
-    /// The form of a travelling token's values.
-    pub payload: PayloadForm,
-    /// Where weights are applied.
-    pub mode: CombineMode,
-    /// A row that comes back.
-    pub row_form: RowForm,
-    /// Who moves the bytes.
-    pub carrier: Rc<dyn Carrier>,
-}
+#[derive(Debug, Clone, Copy)]
+pub struct TokenTransport(pub Travel);
 
 /// What arrived, and all that combine needs to send it back.
 #[derive(Debug)]
@@ -124,46 +111,28 @@ pub struct Handle {
 impl TokenTransport {
     /// Sends this rank's tokens `[num_tokens, hidden]` to their experts' ranks and receives those that come here;
     /// collective. `chunk_tokens` bounds every rank's tokens and is equal on all.
-    ///
-    /// # Errors
-    /// If the carrier fails, on its rank, which then has to end the job.
-    pub fn dispatch(
-        &self,
-        world: &World,
-        values: &[f32],
-        slots: Slots<'_>,
-        chunk_tokens: usize,
-    ) -> Result<Handle, CarryError> {
-        let layout = self.layout(slots.num_topk);
+    #[must_use]
+    pub fn dispatch(&self, world: &World, values: &[f32], slots: Slots<'_>, chunk_tokens: usize) -> Handle {
+        let layout = self.0.layout(slots.num_topk);
         let row_bytes = layout.row_bytes();
-        let plan = DispatchPlan::new(self.placement, slots);
+        let plan = DispatchPlan::new(self.0.placement, slots);
         let num_sent = plan.num_tokens_to();
         let counts: Vec<u64> = num_sent.iter().map(|&n| n as u64).collect();
         let num_received: Vec<usize> =
             world.all_to_all_u64(&counts).iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect();
         let (bytes, sent_quant) = self.pack(&layout, (&plan, slots), values);
         let send = Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) };
-        let received = self.carry(world, send, &scaled(&num_received, row_bytes), chunk_tokens * row_bytes)?;
+        let received = carry(world, send, &scaled(&num_received, row_bytes), chunk_tokens * row_bytes);
         drop(bytes);
         let (compute, weights, tokens) = self.unpack(&layout, &received, world.rank());
         let num_remote: usize =
             num_sent.iter().enumerate().filter(|&(r, _)| r != world.rank().index()).map(|(_, n)| n).sum();
-        Ok(Handle {
-            dispatch: plan,
-            num_received,
-            weights,
-            compute,
-            tokens,
-            sent_quant,
-            num_sent_remote: num_remote as u64,
-        })
+        let num_sent_remote = num_remote as u64;
+        Handle { dispatch: plan, num_received, weights, compute, tokens, sent_quant, num_sent_remote }
     }
 
     /// Sends the computed rows `[num_rows, hidden]` back and adds what comes home into `out` `[num_tokens, hidden]`,
     /// which starts at zero; collective. `slots` and `chunk_tokens` are those of the dispatch.
-    ///
-    /// # Errors
-    /// If the carrier fails, on its rank, which then has to end the job.
     pub fn combine(
         &self,
         world: &World,
@@ -171,47 +140,24 @@ impl TokenTransport {
         rows: &[f32],
         (slots, chunk_tokens): (Slots<'_>, usize),
         out: &mut [f32],
-    ) -> Result<(), CarryError> {
-        let row_bytes = self.row_form.form.row_bytes(self.row_form.hidden);
-        let (bytes, num_back) = match self.mode {
-            CombineMode::Slot => {
-                (combine::return_slots(rows, &handle.compute, self.row_form), handle.rows_of_sources())
+    ) {
+        let Travel { placement, mode, row_form, .. } = self.0;
+        let row_bytes = row_form.form.row_bytes(row_form.hidden);
+        let (bytes, num_back) = match mode {
+            CombineMode::Slot => (combine::return_slots(rows, &handle.compute, row_form), handle.rows_of_sources()),
+            CombineMode::Rank => {
+                (combine::return_sums(rows, &handle.compute, &handle.weights, row_form), handle.num_received.clone())
             }
-            CombineMode::Rank => (
-                combine::return_sums(rows, &handle.compute, &handle.weights, self.row_form),
-                handle.num_received.clone(),
-            ),
         };
-        let max_rows = chunk_tokens * self.mode.max_rows(slots.num_topk);
-        let num_home = scaled(&self.mode.rows_from(&handle.dispatch), row_bytes);
+        let max_rows = chunk_tokens * mode.max_rows(slots.num_topk);
+        let num_home = scaled(&mode.rows_from(&handle.dispatch), row_bytes);
         let send = Parts { bytes: &bytes, counts: &scaled(&num_back, row_bytes) };
-        let home = self.carry(world, send, &num_home, max_rows * row_bytes)?;
+        let home = carry(world, send, &num_home, max_rows * row_bytes);
         let returned: Vec<&[u8]> = runs(&home, &num_home);
-        match self.mode {
-            CombineMode::Slot => combine::add_slots(&returned, self.placement, slots, self.row_form, out),
-            CombineMode::Rank => combine::add_sums(&returned, &handle.dispatch, self.row_form, out),
+        match mode {
+            CombineMode::Slot => combine::add_slots(&returned, placement, slots, row_form, out),
+            CombineMode::Rank => combine::add_sums(&returned, &handle.dispatch, row_form, out),
         }
-        Ok(())
-    }
-
-    /// The bytes of all ranks to where they belong, timed for the log.
-    fn carry(
-        &self,
-        world: &World,
-        send: Parts<'_>,
-        recv_counts: &[usize],
-        max_run_bytes: usize,
-    ) -> Result<Vec<u8>, CarryError> {
-        let (begin, before) = (Instant::now(), world.exchanged().sent_bytes);
-        let received = self.carrier.all_to_all_bytes(world, send, recv_counts, max_run_bytes)?;
-        world.count_carried_to(send.counts);
-        let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
-        tracing::debug!(carrier = self.carrier.name(), sent_bytes, us, "carried");
-        Ok(received)
-    }
-
-    fn layout(&self, num_topk: usize) -> TokenLayout {
-        TokenLayout { payload: self.payload, hidden: self.row_form.hidden, num_topk }
     }
 
     /// The bytes of all tokens that leave, by destination.
@@ -225,10 +171,10 @@ impl TokenTransport {
         let mut bytes = vec![0; plan.tokens.len() * layout.row_bytes()];
         let mut quant = QuantCounts::default();
         let mut rows = bytes.chunks_exact_mut(layout.row_bytes());
-        for rank in 0..self.placement.num_ranks() {
+        for rank in 0..self.0.placement.num_ranks() {
             for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
                 let token = token as usize;
-                let here = slots.of(token).map(|(expert, weight)| match expert.map(|e| self.placement.owner(e)) {
+                let here = slots.of(token).map(|(expert, weight)| match expert.map(|e| self.0.placement.owner(e)) {
                     Some(owner) if owner.rank.index() == rank => {
                         (i32::try_from(owner.local_idx).unwrap_or(NOT_HERE), weight)
                     }
@@ -251,7 +197,7 @@ impl TokenTransport {
         let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
         let slot_weights = rows().flat_map(|row| layout.weights(row));
         let weights = local_idx.iter().zip(slot_weights).filter(|(id, _)| **id != NOT_HERE).map(|(_, w)| w).collect();
-        let num_local_experts = self.placement.local_experts(rank).len();
+        let num_local_experts = self.0.placement.local_experts(rank).len();
         (ComputePlan::new(num_local_experts, num_topk, &local_idx), weights, tokens)
     }
 }
@@ -275,6 +221,16 @@ impl Handle {
             })
             .collect()
     }
+}
+
+/// The bytes of all ranks to where they belong, timed for the log.
+fn carry(world: &World, send: Parts<'_>, recv_counts: &[usize], max_run_bytes: usize) -> Vec<u8> {
+    let (begin, before) = (Instant::now(), world.exchanged().sent_bytes);
+    let received = world.all_to_all_bytes(send, recv_counts, max_run_bytes);
+    world.count_carried_to(send.counts);
+    let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
+    tracing::debug!(carrier = "host", sent_bytes, us, "carried");
+    received
 }
 
 fn scaled(counts: &[usize], bytes: usize) -> Vec<usize> {

@@ -3,8 +3,30 @@
 use crate::dispatch::capacity::BufferSizes;
 use crate::dispatch::combine::{CombineMode, RowForm};
 use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
+use crate::dispatch::placement::Placement;
 use crate::model::MoeGeometry;
 use crate::select::{LayerDecision, TokenForm};
+
+/// How a layer's tokens reach its experts and rows come back: equal on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Travel {
+    /// Who owns what.
+    pub placement: Placement,
+    /// The form of a travelling token's values.
+    pub payload: PayloadForm,
+    /// Where weights are applied.
+    pub mode: CombineMode,
+    /// A row that comes back.
+    pub row_form: RowForm,
+}
+
+impl Travel {
+    /// The bytes of a token with so many slots.
+    #[must_use]
+    pub fn layout(&self, num_topk: usize) -> TokenLayout {
+        TokenLayout { payload: self.payload, hidden: self.row_form.hidden, num_topk }
+    }
+}
 
 /// The form of a travelling token's values. `input_scale` is FC1's, which sizes do not depend on.
 #[must_use]
@@ -19,8 +41,13 @@ pub fn payload_form(decision: &LayerDecision, input_scale: f32) -> PayloadForm {
 /// The form of a row that comes back.
 #[must_use]
 pub fn row_form(geometry: &MoeGeometry, decision: &LayerDecision) -> RowForm {
-    let form = if decision.combine_bf16 { CombineForm::Bf16 } else { CombineForm::F32 };
-    RowForm { hidden: geometry.expert_hidden, form }
+    RowForm { hidden: geometry.expert_hidden, form: combine_form(decision) }
+}
+
+/// The form of its values.
+#[must_use]
+pub fn combine_form(decision: &LayerDecision) -> CombineForm {
+    if decision.combine_bf16 { CombineForm::Bf16 } else { CombineForm::F32 }
 }
 
 /// Where the routing weights are applied.

@@ -35,6 +35,7 @@ pub(super) const IMAGE: Header = header!("image.cuh");
 pub(super) const NVFP4: Header = header!("nvfp4.cuh");
 pub(super) const REQUANTISE: Header = header!("requantise.cuh");
 pub(super) const STORE: Header = header!("store.cuh");
+pub(super) const TILES: Header = header!("tiles.cuh");
 pub(super) const WEIGHTS: Header = header!("weights.cuh");
 
 impl KernelSource {

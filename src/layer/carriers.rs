@@ -5,25 +5,23 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use crate::config::{Choice as _, Transport};
-use crate::dispatch::carrier::{Carrier, Mpi};
+use crate::dispatch::carrier::Carrier;
 use crate::dispatch::choice::{Report, Trail, Verdict, judge};
 use crate::dispatch::nccl::{NcclCarrier, NcclOptions, Prepared};
-use crate::dispatch::staging::Staging;
-use crate::dispatch::travel::{combine_mode, row_form, token_layout};
+use crate::dispatch::staged::Staged;
 use crate::exit::{Classify, Exit};
 use crate::fault::{Injected, Stage};
-use crate::model::MoeGeometry;
+use crate::gpu::Gpu;
 use crate::nccl::NcclError;
 use crate::select::Selection;
 use crate::world::{Phase, Refusal, World};
 
-use super::plan::LayerPlan;
-use super::session::{SessionOptions, capacity_of, tokens_at_once};
+use super::session::SessionOptions;
 
-/// The carriers of a session. Layers share them.
+/// The carriers of a session's GPUs. Layers share them; hosts need none.
 pub(super) struct Carriers {
-    mpi: Rc<dyn Carrier>,
-    nccl: Option<(Rc<dyn Carrier>, Staging)>,
+    staged: Option<Rc<dyn Carrier>>,
+    nccl: Option<Rc<dyn Carrier>>,
 }
 
 /// Why this rank has no part in a transport.
@@ -54,37 +52,25 @@ impl Carriers {
     /// The same on all ranks: if one could not build what was asked for by name.
     pub fn build(
         world: &World,
-        options: &SessionOptions<'_>,
-        (geometry, plans): (&MoeGeometry, &[LayerPlan]),
+        (options, gpu): (&SessionOptions<'_>, Option<&Gpu>),
         selection: &Selection,
     ) -> Result<Self, Refusal> {
-        let mpi: Rc<dyn Carrier> = Rc::new(Mpi);
-        if selection.layers.iter().all(|selected| selected.transport != Transport::Nccl) {
-            return Ok(Self { mpi, nccl: None });
-        }
-        let limit = Duration::from_secs(options.deployment.timeouts.start_s);
-        world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
-        let staging = Staging::new(world.size(), max_run_bytes(options, geometry, plans));
-        let nccl = build_nccl(world, options, staging, limit)?;
-        Ok(Self { mpi, nccl: nccl.map(|carrier| (carrier, staging)) })
+        let Some(gpu) = gpu else { return Ok(Self { staged: None, nccl: None }) };
+        let staged: Rc<dyn Carrier> = Rc::new(world.agree(Staged::new(gpu))?);
+        let is_wanted = selection.layers.iter().any(|selected| selected.transport == Transport::Nccl);
+        let nccl = if is_wanted { build_nccl(world, (options, gpu))? } else { None };
+        Ok(Self { staged: Some(staged), nccl })
     }
 
-    /// What carries the tokens of a layer for which `transport` was selected: MPI where that was given up.
-    pub fn of(&self, transport: Transport) -> Rc<dyn Carrier> {
-        match &self.nccl {
-            Some((nccl, _)) if transport == Transport::Nccl => nccl.clone(),
-            _ => self.mpi.clone(),
-        }
-    }
-
-    /// The most that goes to one rank in one round, where bytes are staged; else 0.
-    pub fn piece_bytes(&self) -> usize {
-        self.nccl.as_ref().map_or(0, |(_, staging)| staging.piece_bytes())
+    /// What carries the tokens of a layer for which `transport` was selected: MPI where that was given up. None on hosts.
+    pub fn of(&self, transport: Transport) -> Option<Rc<dyn Carrier>> {
+        let nccl = self.nccl.as_ref().filter(|_| transport == Transport::Nccl);
+        nccl.or(self.staged.as_ref()).cloned()
     }
 
     /// Lets go of what ranks hold together: all of them have to be through with it.
     pub fn close(&self) {
-        if let Some((nccl, _)) = &self.nccl {
+        if let Some(nccl) = &self.nccl {
             nccl.close();
         }
     }
@@ -92,19 +78,16 @@ impl Carriers {
 
 impl fmt::Debug for Carriers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Carriers").field(&self.of(Transport::Nccl).name()).finish()
+        f.debug_tuple("Carriers").field(&self.of(Transport::Nccl)).finish()
     }
 }
 
 /// NCCL's carrier; none where some rank could not build its own and `auto` was asked for.
-fn build_nccl(
-    world: &World,
-    options: &SessionOptions<'_>,
-    staging: Staging,
-    limit: Duration,
-) -> Result<Option<Rc<dyn Carrier>>, Refusal> {
+fn build_nccl(world: &World, (options, gpu): (&SessionOptions<'_>, &Gpu)) -> Result<Option<Rc<dyn Carrier>>, Refusal> {
     let asked = options.deployment.dispatch.transport;
-    let prepared = prepare(world, options, staging);
+    let limit = Duration::from_secs(options.deployment.timeouts.start_s);
+    world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
+    let prepared = prepare(world, options, gpu);
     let report = match &prepared {
         Ok(prepared) => Report::Ready(prepared.told()),
         failed @ Err(_) => Report::of(failed),
@@ -128,14 +111,10 @@ fn build_nccl(
 }
 
 /// What this rank can do alone.
-fn prepare(world: &World, options: &SessionOptions<'_>, staging: Staging) -> Result<Prepared, AttemptError> {
+fn prepare(world: &World, options: &SessionOptions<'_>, gpu: &Gpu) -> Result<Prepared, AttemptError> {
     world.fault(Stage::Transport)?;
-    if world.is_root() {
-        let bytes = 2 * staging.buffer_bytes();
-        tracing::info!(gpu_bytes = bytes, pinned_host_bytes = bytes, "NCCL buffers planned for a rank");
-    }
-    let nccl = NcclOptions { ordinal: options.gpu_ordinal, library: options.nccl.clone() };
-    Ok(Prepared::new(world, &nccl, staging)?)
+    let nccl = NcclOptions { gpu: gpu.clone(), library: options.nccl.clone() };
+    Ok(Prepared::new(world, &nccl)?)
 }
 
 fn join(world: &World, prepared: Prepared, told: &[u8], limit: Duration) -> Result<NcclCarrier, AttemptError> {
@@ -168,15 +147,4 @@ fn say_given_up(world: &World, trail: &Trail) {
         let why = trail.on_one_line();
         tracing::warn!("tokens travel over {host} and not over {nccl}, which can't be built on every rank: {why}");
     }
-}
-
-/// The longest run between two ranks, of tokens or of rows, over all layers.
-fn max_run_bytes(options: &SessionOptions<'_>, geometry: &MoeGeometry, plans: &[LayerPlan]) -> usize {
-    let tokens = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
-    let of_layer = |plan: &LayerPlan| {
-        let row = row_form(geometry, &plan.decision);
-        let rows = combine_mode(&plan.decision).max_rows(geometry.num_topk);
-        token_layout(geometry, &plan.decision).row_bytes().max(rows.saturating_mul(row.form.row_bytes(row.hidden)))
-    };
-    tokens.saturating_mul(plans.iter().map(of_layer).max().unwrap_or(0))
 }

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::Kernels;
 use crate::backend::cuda::family;
+use crate::gpu::Kernels;
 use crate::jit::cache::{Cache, Place};
-use crate::jit::kernels::{Chooser, products};
+use crate::jit::kernels::{Chooser, products, travel};
 use crate::jit::{Arch, KernelRequest, PrepareSettings};
 use crate::world::World;
 
@@ -60,6 +60,7 @@ fn requests(
         // Selection has seen to it that a rank of a GPU technique has a GPU that kernels are made for.
         let (Some(family), Some(arch)) = (family(technique), capability.and_then(Arch::of)) else { continue };
         let chooser = Chooser { family, batch_invariant: options.deployment.moe.batch_invariant };
+        requests.extend(travel(&plan.problem, &plan.decision, arch));
         requests.extend(products(&plan.problem, plan.decision.activation, chooser, arch));
     }
     Ok(requests)

@@ -2,31 +2,34 @@
 
 pub mod agreement;
 mod carriers;
+mod device;
 mod kernels;
 mod load;
 mod parts;
 pub mod plan;
+mod routed;
 mod selected;
 mod session;
 mod spans;
 mod stats;
+mod timers;
 pub mod tune;
 
 use std::path::PathBuf;
 
-use crate::backend::{BackendError, ExpertBatch, Experts, ForwardStats};
+use crate::backend::{BackendError, Experts};
 use crate::checkpoint::CheckpointError;
+use crate::config::Transport;
+use crate::cuda::CudaError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
 use crate::dispatch::carrier::CarryError;
-use crate::dispatch::layout::PayloadForm;
-use crate::dispatch::plan::{ComputePlan, Slots};
-use crate::dispatch::transport::{StepTag, TokenTransport, exchange_sizes};
+use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Exit, Known};
-use crate::fault::{Action, Injected, Stage};
+use crate::fault::Injected;
+use crate::gpu::GpuError;
 use crate::ids::LayerIdx;
 use crate::jit::JitError;
 use crate::model::MoeGeometry;
-use crate::numerics::nvfp4;
 use crate::routing::{RoutingError, TopK};
 use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
@@ -38,6 +41,7 @@ pub use session::{JitOptions, Session, SessionOptions};
 pub use spans::{Span, Work};
 pub use stats::{LayerStats, PhaseTimes};
 
+use device::DeviceRoute;
 use parts::{Latent, Router, Shared};
 
 /// Everything that can end a session.
@@ -69,6 +73,9 @@ pub enum LayerError {
     /// A backend can't be built here.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// The GPU can't be had.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// Kernels.
     #[error(transparent)]
     Jit(Box<JitError>),
@@ -99,6 +106,12 @@ pub enum LayerError {
     },
 }
 
+impl From<CudaError> for LayerError {
+    fn from(error: CudaError) -> Self {
+        Self::Gpu(error.into())
+    }
+}
+
 impl From<JitError> for LayerError {
     fn from(error: JitError) -> Self {
         Self::Jit(Box::new(error))
@@ -113,6 +126,7 @@ impl Classify for LayerError {
             Self::Select(error) => error.exit(),
             Self::Format(error) => error.exit(),
             Self::Backend(error) => error.exit(),
+            Self::Gpu(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
             Self::Carry(error) => error.exit(),
             Self::World(error) => error.exit(),
@@ -143,7 +157,11 @@ pub struct MoeLayer {
     experts: Box<dyn Experts>,
     /// FC1's global scale, the largest of the layer over all ranks; absent with unquantised activations.
     input_scale: Option<f32>,
-    transport: TokenTransport,
+    travel: Travel,
+    /// What carries its tokens.
+    carrier: Transport,
+    /// How they travel where they lie on a GPU; absent: on hosts.
+    device: Option<DeviceRoute>,
     weight_bytes: u64,
     /// What all ranks run, by rows of an expert.
     tactics: [Tactic; RowBucket::NUM],
@@ -198,8 +216,14 @@ impl MoeLayer {
 
     /// How tokens travel.
     #[must_use]
-    pub fn transport(&self) -> &TokenTransport {
-        &self.transport
+    pub fn travel(&self) -> &Travel {
+        &self.travel
+    }
+
+    /// What carries them.
+    #[must_use]
+    pub fn carrier(&self) -> Transport {
+        self.carrier
     }
 
     /// Runs the layer on this rank's tokens; collective.
@@ -215,7 +239,7 @@ impl MoeLayer {
         capacity: Capacity,
         input: &LayerInput<'_>,
     ) -> Result<LayerOutput, LayerError> {
-        let mut stats = LayerStats::new(self.transport.placement.local_experts(world.rank()).len());
+        let mut stats = LayerStats::new(self.travel.placement.local_experts(world.rank()).len());
         if input.record_spans {
             stats.times.record_spans();
         }
@@ -229,7 +253,11 @@ impl MoeLayer {
         };
         let down = self.latent.as_ref().map(|latent| stats.times.latent(|| latent.down(input.hidden)));
         let values = down.as_deref().unwrap_or(input.hidden);
-        let mut routed = self.routed_rows(world, capacity, (values, &topk, input.step), &mut stats)?;
+        let tokens = (values, &topk, input.step);
+        let mut routed = match &self.device {
+            Some(route) => self.routed_on_device(route, world, capacity, tokens, &mut stats)?,
+            None => self.routed_on_host(world, capacity, tokens, &mut stats)?,
+        };
         if input.part == Part::Routed {
             return Ok(LayerOutput { values: routed, width: self.geometry.expert_hidden, topk: Some(topk), stats });
         }
@@ -241,85 +269,6 @@ impl MoeLayer {
             routed.iter_mut().zip(&shared).for_each(|(sum, value)| *sum += value);
         }
         Ok(LayerOutput { values: routed, width: self.geometry.hidden, topk: Some(topk), stats })
-    }
-
-    /// Dispatch, expert computation and combine, chunk by chunk.
-    fn routed_rows(
-        &self,
-        world: &World,
-        capacity: Capacity,
-        (values, topk, step): (&[f32], &TopK, u64),
-        stats: &mut LayerStats,
-    ) -> Result<Vec<f32>, LayerError> {
-        let hidden = self.geometry.expert_hidden;
-        let all = Slots { num_topk: topk.num_topk, idx: &topk.idx, weights: &topk.weights };
-        let num_tokens = all.num_tokens();
-        let drift = u64::from(world.has_fault(Stage::Dispatch, &Action::Drift));
-        let tag = StepTag { layer: self.decision.layer, step: step + drift, num_topk: topk.num_topk };
-        let sizes = stats.times.dispatch(|| exchange_sizes(world, tag, num_tokens, capacity));
-        let chunks = sizes.map_err(|error| world.refuse(error))?;
-        stats.num_chunks = chunks.num_chunks as u64;
-        // From every rank's tokens, so that all ranks run the same: a rank's own rows are no ground.
-        let rows = RowBucket::of(chunks.first_chunk_tokens * topk.num_topk, self.geometry.num_experts);
-        let tactic = self.tactics[rows.index()];
-        let mut out = vec![0f32; num_tokens * hidden];
-        let sent_bytes = || world.exchanged().sent_bytes;
-        for chunk in 0..chunks.num_chunks {
-            let tokens = chunks.tokens(chunk, num_tokens);
-            let slots = all.tokens(tokens.clone());
-            let span = tokens.start * hidden..tokens.end * hidden;
-            world.fault(Stage::Dispatch)?;
-            let sent_before = sent_bytes();
-            let mut handle = stats
-                .times
-                .dispatch(|| self.transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens))?;
-            stats.count_dispatch(&handle);
-            let (chunk, num_tokens, num_rows) = (chunk as u64, tokens.len() as u64, handle.compute.num_rows() as u64);
-            let work = |sent_bytes| Work { chunk, num_tokens, num_rows, sent_bytes };
-            stats.times.describe(work(sent_bytes() - sent_before));
-            world.fault(Stage::Experts)?;
-            let poison = world.has_fault(Stage::Experts, &Action::Poison);
-            let rows = stats.times.experts(|| self.compute(&mut handle.tokens, &handle.compute, (tactic, poison)));
-            let (rows, forward, fc1_input) = rows?;
-            stats.count_forward(forward, fc1_input);
-            stats.times.describe(Work { num_tokens: handle.num_received_tokens() as u64, ..work(0) });
-            world.fault(Stage::Combine)?;
-            let sent_before = sent_bytes();
-            stats.times.combine(|| {
-                self.transport.combine(world, &handle, &rows, (slots, chunks.chunk_tokens), &mut out[span])
-            })?;
-            stats.times.describe(work(sent_bytes() - sent_before));
-        }
-        Ok(out)
-    }
-
-    /// The received tokens through this rank's experts: `[num_rows, hidden]`.
-    fn compute(
-        &self,
-        tokens: &mut [f32],
-        plan: &ComputePlan,
-        (tactic, poison): (Tactic, bool),
-    ) -> Result<(Vec<f32>, ForwardStats, nvfp4::QuantCounts), BackendError> {
-        let hidden = self.geometry.expert_hidden;
-        let mut fc1_input = nvfp4::QuantCounts::default();
-        let travelled_quantised = matches!(self.transport.payload, PayloadForm::Nvfp4 { .. });
-        if let Some(input_scale) = self.input_scale
-            && !travelled_quantised
-        {
-            fc1_input = parts::quantise_in_place(tokens, hidden, input_scale);
-        }
-        let batch = ExpertBatch {
-            tokens,
-            token_scale: self.input_scale.unwrap_or(1.0),
-            row_token: &plan.row_token,
-            expert_offsets: &plan.expert_offsets,
-            tactic,
-        };
-        // A poisoned buffer shows whether every value is written: all bits set is a NaN.
-        let stale = if poison { f32::from_bits(u32::MAX) } else { 0.0 };
-        let mut rows = vec![stale; plan.num_rows() * hidden];
-        let stats = self.experts.forward(&batch, &mut rows)?;
-        Ok((rows, stats, fc1_input))
     }
 
     fn shared_rows(&self, hidden: &[f32], stats: &mut LayerStats) -> Result<Vec<f32>, LayerError> {

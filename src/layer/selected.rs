@@ -12,7 +12,6 @@ use crate::select::{
 use crate::world::{Group, World};
 
 use super::agreement::{self, Topic};
-use super::carriers::Carriers;
 use super::plan::LayerPlan;
 use super::session::SessionOptions;
 use super::tune::TacticTable;
@@ -120,14 +119,8 @@ impl Selected {
     ///
     /// # Errors
     /// The same on all ranks: if they differ.
-    pub fn agree_on_loaded(
-        &self,
-        world: &World,
-        layers: &[MoeLayer],
-        carriers: &Carriers,
-    ) -> Result<Loaded, LayerError> {
+    pub fn agree_on_loaded(&self, world: &World, layers: &[MoeLayer]) -> Result<Loaded, LayerError> {
         let mut fields = self.fields.clone();
-        fields.capacity("staging_piece_bytes", carriers.piece_bytes() as u64);
         layers.iter().for_each(|layer| add_loaded(&mut fields, layer));
         let fingerprint = agreement::agree_on(world, SESSION, fields.clone().finish())?;
         Ok(Loaded { fields, fingerprint })
@@ -213,7 +206,7 @@ fn add_layouts(fields: &mut SessionBuilder, selection: &Selection) {
 /// What every rank has of a layer: its experts' own scales are with their ranks alone.
 fn add_loaded(fields: &mut SessionBuilder, layer: &MoeLayer) {
     let mut of_layer = fields.layer(layer.decision.layer);
-    of_layer.travel("carrier", layer.transport.carrier.name());
+    of_layer.travel("carrier", layer.carrier.name());
     of_layer.scale("fc1_input", layer.input_scale);
     if let Some(bias) = &layer.router.bias {
         of_layer.scales("router_bias", bias.iter().copied());

@@ -2,17 +2,21 @@
 
 use std::cell::Cell;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{self, Backend, BackendError, GpuOptions, Isa, Kernels, Machine};
+use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::Deployment;
+use crate::config::{Deployment, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
+use crate::dispatch::carrier::Carrier;
+use crate::dispatch::device::Forms;
+use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::placement::Placement;
-use crate::dispatch::transport::TokenTransport;
-use crate::dispatch::travel::{buffer_sizes, combine_mode, payload_form, row_form};
+use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
+use crate::gpu::{Gpu, Kernels};
 use crate::host;
 use crate::ids::LayerIdx;
 use crate::model::MoeGeometry;
@@ -21,6 +25,7 @@ use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
 use super::carriers::Carriers;
+use super::device::OnGpu;
 use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
@@ -105,17 +110,20 @@ impl Session {
         let mut selected = Selected::agree(world, options, &geometry, &plans)?;
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
-        let buffers = world.agree(plan_buffers(world, &geometry, &plans, (capacity, options.num_tokens)))?;
+        let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
+        let buffers = plan_buffers(world, &geometry, &plans, tokens_at_once);
         let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
-        let backends = world.agree(build_backends(world, &selected, options, kernels))?;
-        let carriers = Carriers::build(world, options, (&geometry, &plans), &selected.selection)?;
+        let (gpu, backends) = world.agree(build_backends(world, &selected, options, &kernels))?;
+        world.agree(check_memory(world, (options, gpu.as_ref()), &buffers, tokens_at_once))?;
+        let carriers = Carriers::build(world, (options, gpu.as_ref()), &selected.selection)?;
         world.enter(load);
-        let held = Held { backends: &backends, carriers: &carriers, placement };
+        let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
+        let held = Held { backends: &backends, carriers: &carriers, on_gpu: on_gpu.as_ref(), placement };
         let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
-        let loaded = selected.agree_on_loaded(world, &layers, &carriers)?;
+        let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
         layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
         let session = selected.agree_on_tactics(world, loaded, &tactics)?.digest();
@@ -211,14 +219,8 @@ pub(super) fn tokens_at_once(capacity: Capacity, num_tokens: Option<usize>) -> u
     num_tokens.map_or(declared, |n| n.min(declared))
 }
 
-/// The largest buffers that any layer needs, checked against this host's memory and said before anything is allocated.
-fn plan_buffers(
-    world: &World,
-    geometry: &MoeGeometry,
-    plans: &[LayerPlan],
-    (capacity, num_tokens): (Capacity, Option<usize>),
-) -> Result<BufferPlan, CapacityError> {
-    let tokens_at_once = tokens_at_once(capacity, num_tokens);
+/// The largest buffers that any layer needs, said before anything is allocated.
+fn plan_buffers(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> BufferPlan {
     let placement = Placement::new(geometry.num_experts, world.size());
     let num_local_experts = placement.local_experts(world.rank()).len();
     let of_layer = |decision: &LayerDecision| {
@@ -234,32 +236,52 @@ fn plan_buffers(
             "dispatch buffers planned for a rank, at most"
         );
     }
-    match host::free_memory_bytes() {
-        Some(free_bytes) if buffers.total_bytes().saturating_mul(world.local_size() as u64) > free_bytes => {
-            Err(CapacityError::Memory {
-                needed_bytes: buffers.total_bytes(),
-                local_size: world.local_size(),
-                host: world.host().to_owned(),
-                free_bytes,
-                chunk_tokens: tokens_at_once,
-            })
+    buffers
+}
+
+/// Whether they fit where they will lie: in the GPU's memory, or in this host's.
+fn check_memory(
+    world: &World,
+    (options, gpu): (&SessionOptions<'_>, Option<&Gpu>),
+    buffers: &BufferPlan,
+    chunk_tokens: usize,
+) -> Result<(), LayerError> {
+    let needed_bytes = buffers.total_bytes();
+    let is_over = |num_ranks: usize, free_bytes| needed_bytes.saturating_mul(num_ranks as u64) > free_bytes;
+    if let Some(gpu) = gpu {
+        let num_sharing = if options.deployment.cluster.share_gpus { world.local_size() } else { 1 };
+        let free_bytes = gpu.device().memory()?.free_bytes;
+        if is_over(num_sharing, free_bytes) {
+            let gpu = gpu.device().facts().name.clone();
+            let error = CapacityError::DeviceMemory { needed_bytes, num_sharing, gpu, free_bytes, chunk_tokens };
+            return Err(error.into());
         }
-        _ => Ok(buffers),
+        return Ok(());
+    }
+    match host::free_memory_bytes() {
+        Some(free_bytes) if is_over(world.local_size(), free_bytes) => {
+            let (local_size, host) = (world.local_size(), world.host().to_owned());
+            Err(CapacityError::Memory { needed_bytes, local_size, host, free_bytes, chunk_tokens }.into())
+        }
+        _ => Ok(()),
     }
 }
 
 /// The backends that the selection names, by technique.
 type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
 
+/// The GPU, where some layer runs on one, and on it the backends.
 fn build_backends(
     world: &World,
     selected: &Selected,
     options: &SessionOptions<'_>,
-    kernels: Kernels,
-) -> Result<Backends, LayerError> {
-    let gpu = GpuOptions { ordinal: options.gpu_ordinal, kernels };
-    let num_threads = options.num_threads;
+    kernels: &Kernels,
+) -> Result<(Option<Gpu>, Backends), LayerError> {
     world.fault(Stage::Compile)?;
+    let techniques = selected.selection.techniques();
+    let wants_gpu = techniques.iter().any(|technique| backend::cuda::family(technique).is_some());
+    let gpu = if wants_gpu { Some(Gpu::open(options.gpu_ordinal, kernels)?) } else { None };
+    let num_threads = options.num_threads;
     let build = |technique| {
         let isa = selected::isa(&selected.selection, technique);
         let machine = Machine { num_threads, isa: Some(isa), gpu: gpu.clone() };
@@ -269,13 +291,15 @@ fn build_backends(
         }
         Ok((technique, backend))
     };
-    selected.selection.techniques().into_iter().map(build).collect()
+    let backends = techniques.into_iter().map(build).collect::<Result<_, LayerError>>()?;
+    Ok((gpu, backends))
 }
 
 /// What layers are loaded with.
 struct Held<'a> {
     backends: &'a Backends,
     carriers: &'a Carriers,
+    on_gpu: Option<&'a OnGpu>,
     placement: Placement,
 }
 
@@ -283,7 +307,7 @@ struct Held<'a> {
 fn load_layers(
     world: &World,
     (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
-    &Held { backends, carriers, placement }: &Held<'_>,
+    &Held { backends, carriers, on_gpu, placement }: &Held<'_>,
     (plans, selected): (&[LayerPlan], &Selected),
 ) -> Result<Vec<MoeLayer>, LayerError> {
     let geometry = &checkpoint.model().geometry;
@@ -315,13 +339,20 @@ fn load_layers(
         let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } = loaded;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
-        let transport = TokenTransport {
+        let travel = Travel {
             placement,
             payload: payload_form(decision, input_scale.unwrap_or(1.0)),
             mode: combine_mode(decision),
             row_form: row_form(geometry, decision),
-            carrier: carriers.of(selected.transport),
         };
+        let carrier = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
+        let carried_by = carrier.as_ref().map_or(Transport::Host, |carrier| carrier.transport());
+        let route = |(on_gpu, carrier): (&OnGpu, Rc<dyn Carrier>)| {
+            let is_quantised = matches!(travel.payload, PayloadForm::Nvfp4 { .. });
+            let forms = Forms { travel, quantise: input_scale.filter(|_| !is_quantised) };
+            on_gpu.route(forms, world.rank(), carrier)
+        };
+        let device = world.agree(on_gpu.zip(carrier).map(route).transpose())?;
         layers.push(MoeLayer {
             decision: *decision,
             selected,
@@ -331,7 +362,9 @@ fn load_layers(
             shared,
             experts,
             input_scale,
-            transport,
+            travel,
+            carrier: carried_by,
+            device,
             weight_bytes,
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });

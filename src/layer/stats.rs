@@ -28,6 +28,8 @@ pub struct LayerStats {
     pub fc2_input: QuantCounts,
     /// Chunks of the dispatch.
     pub num_chunks: u64,
+    /// Times the host has waited for its device on the way of tokens and rows; the caller's own wait for the sums not included.
+    pub num_device_waits: u64,
     /// Tokens sent to other ranks.
     pub num_tokens_sent: u64,
     /// Tokens received, this rank's own included.
@@ -77,6 +79,7 @@ impl LayerStats {
         self.fc1_input += other.fc1_input;
         self.fc2_input += other.fc2_input;
         self.num_chunks += other.num_chunks;
+        self.num_device_waits += other.num_device_waits;
         self.num_tokens_sent += other.num_tokens_sent;
         self.num_tokens_received += other.num_tokens_received;
         self.times.add(&other.times);
@@ -137,7 +140,8 @@ phases! {
     route,
     /// Latent projections and norm.
     latent,
-    /// Sizes, packing, and the tokens' way to their experts, waiting included.
+    /// Sizes, packing, and the tokens' way to their experts, waiting included. On GPUs this and the next two are times of the
+    /// device's stream.
     dispatch,
     /// FC1, activation, FC2.
     experts,

@@ -70,10 +70,10 @@ fn mixed_formats_are_counted_where_they_are() {
     let payloads = |at: usize| plan.layers[at].ways.iter().map(|way| way.payload).collect::<Vec<_>>();
     assert_eq!(payloads(0), ["bf16", "nvfp4"]);
     assert_eq!(payloads(1), ["bf16"], "a layer with bf16 activations sends no NVFP4");
-    // 128 values as codes and scales, or as bf16; two ids and weights; the second layer sends bf16 either way.
+    // 128 values as codes and scales, or as bf16; two ids and weights; whole 16 bytes; the second layer sends bf16 either way.
     let [bf16, nvfp4] = &plan.ranks[0].step[..] else { panic!("two payloads") };
     let share = bf16.dispatch_scale_up_bytes as f64 / (2.0 * (256.0 + 16.0));
-    assert!((nvfp4.dispatch_scale_up_bytes as f64 / share - (72.0 + 16.0 + 256.0 + 16.0)).abs() < 0.1);
+    assert!((nvfp4.dispatch_scale_up_bytes as f64 / share - (96.0 + 256.0 + 16.0)).abs() < 0.1);
 }
 
 /// A step by hand: two ranks of two experts each, top-2, 100 tokens each.

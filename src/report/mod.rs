@@ -93,6 +93,8 @@ pub struct RankLayer {
     pub rows_per_expert: Vec<u64>,
     /// Chunks of the dispatch.
     pub chunks: u64,
+    /// Times that its host waited for its device on the way of tokens and rows.
+    pub device_waits: u64,
     /// Batches that each tactic computed, of a backend that has several.
     pub tactics: Vec<(String, u64)>,
     /// FC1's quantised input.
@@ -154,6 +156,7 @@ impl RankReport {
             first_expert,
             rows_per_expert: stats.rows_per_expert.clone(),
             chunks: stats.num_chunks,
+            device_waits: stats.num_device_waits,
             tactics: stats.tactic_calls.iter().map(|(name, calls)| ((*name).to_owned(), *calls)).collect(),
             fc1_input: stats.fc1_input.into(),
             fc2_input: stats.fc2_input.into(),
@@ -433,7 +436,8 @@ pub(super) mod tests {
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
             "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
             "layers": [{
-                "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "fc1_input": quant, "fc2_input": quant,
+                "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
+                "fc1_input": quant, "fc2_input": quant,
                 "slots": 1, "num_not_finite": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
             }],
             "launches": launched.iter().map(|identity| serde_json::json!({

@@ -158,8 +158,13 @@ impl Inquiry<'_> {
     }
 
     fn ask_shared_gpus(&self, descriptor: &Descriptor, findings: &mut Findings) {
-        for (uuid, ranks) in self.joint.shared_gpus.iter().filter(|_| descriptor.target.is_gpu()) {
-            let answer = Answer::Refuses(format!("needs a GPU for every rank; these share {uuid}"));
+        if self.deployment.share_gpus || !descriptor.target.is_gpu() {
+            return;
+        }
+        for (uuid, ranks) in &self.joint.shared_gpus {
+            let answer = Answer::Refuses(format!(
+                "needs a GPU for every rank; these share {uuid}, which cluster.share_gpus: true allows for tests"
+            ));
             findings.add(Reason::Topology, answer, ranks);
         }
     }
@@ -179,6 +184,10 @@ impl Inquiry<'_> {
         let mut unusable = Findings::default();
         for transport in &named {
             let mut theirs = Findings::default();
+            for (uuid, ranks) in self.joint.shared_gpus.iter().filter(|_| !transport.shares_gpus) {
+                let answer = Answer::Refuses(format!("needs a GPU for every rank; these share {uuid}"));
+                theirs.add(Reason::Topology, answer, ranks);
+            }
             for (environment, ranks) in &self.joint.classes {
                 theirs.add(Reason::MissingLibrary, libraries(transport.libraries.iter(), environment), ranks);
             }

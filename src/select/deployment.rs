@@ -85,6 +85,8 @@ pub struct DeploymentFacts {
     pub tensor_parallel: u32,
     /// What a rank drives.
     pub device: Device,
+    /// Several ranks may drive one GPU.
+    pub share_gpus: bool,
     /// The family that may run: `auto`, `cpu` or a technique.
     pub backend: String,
     /// A pinned identity, as a query.
@@ -117,7 +119,7 @@ impl DeploymentFacts {
     /// # Errors
     /// If the deployment declares another number of ranks.
     pub fn new(deployment: &config::Deployment, node_of_rank: Vec<u32>) -> Result<Self, DeploymentError> {
-        let config::Cluster { nodes, ranks_per_node, device } = deployment.cluster;
+        let config::Cluster { nodes, ranks_per_node, device, share_gpus } = deployment.cluster;
         let found = node_of_rank.len();
         if let Some(ranks_per_node) = ranks_per_node
             && u64::from(nodes) * u64::from(ranks_per_node) != found as u64
@@ -130,6 +132,7 @@ impl DeploymentFacts {
             experts: ExpertSplit::Even,
             tensor_parallel: 1,
             device,
+            share_gpus,
             backend: moe.backend.name().to_owned(),
             implementation: moe.implementation.clone(),
             allow_fallback: moe.allow_fallback,
@@ -217,7 +220,8 @@ mod tests {
         let mut deployment = config::Deployment::default();
         assert_eq!(DeploymentFacts::declared(&deployment).unwrap().num_ranks(), 1);
         assert_eq!(DeploymentFacts::new(&deployment, vec![0; 3]).unwrap().num_ranks(), 3);
-        deployment.cluster = config::Cluster { nodes: 2, ranks_per_node: Some(8), device: Device::Gpu };
+        deployment.cluster =
+            config::Cluster { nodes: 2, ranks_per_node: Some(8), device: Device::Gpu, share_gpus: false };
         let declared = DeploymentFacts::declared(&deployment).unwrap();
         assert_eq!((declared.num_ranks(), declared.num_nodes()), (16, 2));
         let error = DeploymentFacts::new(&deployment, vec![0; 3]).unwrap_err();

@@ -98,6 +98,23 @@ impl World {
         from
     }
 
+    /// Sends each rank its run of `to` and returns what each sent here, in rank order; collective. For records of some
+    /// kilobytes whose lengths every rank knows: they go in one exchange.
+    ///
+    /// # Panics
+    /// If the counts don't cover `to`, a bug of the caller.
+    pub fn all_to_all_u32(&self, to: &[u32], to_counts: &[usize], from_counts: &[usize]) -> Vec<u32> {
+        assert_eq!(to_counts.iter().sum::<usize>(), to.len(), "counts must cover the words");
+        let in_bytes = |counts: &[usize]| -> Vec<usize> { counts.iter().map(|&n| n * size_of::<u32>()).collect() };
+        let bytes: Vec<u8> = to.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let (counts, from_counts) = (in_bytes(to_counts), in_bytes(from_counts));
+        let mut received = vec![0; from_counts.iter().sum()];
+        self.exchange_round(Parts { bytes: &bytes, counts: &counts }, &mut received, &from_counts);
+        let (brought_bytes, received_bytes) = (self.of_others(&counts), self.of_others(&from_counts));
+        self.count(Traffic { collectives: 1, brought_bytes, received_bytes });
+        received.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
+    }
+
     /// The largest value of all ranks; collective. NaN loses to any number.
     pub fn max_f32(&self, mine: f32) -> f32 {
         let all = self.all_gather_u64([u64::from(mine.to_bits())]);
@@ -112,6 +129,21 @@ impl World {
     /// # Panics
     /// If a run is longer than `max_run_bytes` or the counts don't add up, a bug of the caller.
     pub fn all_to_all_bytes(&self, send: Parts<'_>, recv_counts: &[usize], max_run_bytes: usize) -> Vec<u8> {
+        let mut received = vec![0u8; recv_counts.iter().sum()];
+        self.all_to_all_bytes_into(send, (&mut received, recv_counts), max_run_bytes);
+        received
+    }
+
+    /// [`World::all_to_all_bytes`] into memory that is there, such as a GPU copies from.
+    ///
+    /// # Panics
+    /// As it, and if `received` has not the length of its runs.
+    pub fn all_to_all_bytes_into(
+        &self,
+        send: Parts<'_>,
+        (received, recv_counts): (&mut [u8], &[usize]),
+        max_run_bytes: usize,
+    ) {
         assert_eq!(send.counts.iter().sum::<usize>(), send.bytes.len(), "send counts must cover the bytes");
         assert!(
             send.counts.iter().chain(recv_counts).all(|&count| count <= max_run_bytes),
@@ -119,16 +151,15 @@ impl World {
         );
         let piece = self.round_bytes;
         let rounds = num_rounds(max_run_bytes, piece);
-        let mut received = vec![0u8; recv_counts.iter().sum()];
+        assert_eq!(recv_counts.iter().sum::<usize>(), received.len(), "receive counts must cover the bytes");
         if rounds == 1 {
-            self.exchange_round(send, &mut received, recv_counts);
+            self.exchange_round(send, received, recv_counts);
         } else {
             for round in 0..rounds {
-                self.exchange_piece(send, &mut received, recv_counts, Piece { at: round * piece, len: piece });
+                self.exchange_piece(send, received, recv_counts, Piece { at: round * piece, len: piece });
             }
         }
         self.count_exchange(send.counts, recv_counts, rounds);
-        received
     }
 
     /// All ranks' bytes at rank 0, which alone gets a value; collective. `max_run_bytes` as in
@@ -181,14 +212,17 @@ impl World {
         self.traffic.set(self.traffic.get() + traffic);
     }
 
-    fn count_exchange(&self, send_counts: &[usize], recv_counts: &[usize], rounds: usize) {
-        let others = |counts: &[usize]| -> u64 {
-            let of_peer = |(rank, &count): (usize, &usize)| {
-                if Rank::from_index(rank) == self.rank { 0 } else { count as u64 }
-            };
-            counts.iter().enumerate().map(of_peer).sum()
+    /// What of a count a rank is not this rank's own.
+    fn of_others(&self, counts: &[usize]) -> u64 {
+        let of_peer = |(rank, &count): (usize, &usize)| {
+            if Rank::from_index(rank) == self.rank { 0 } else { count as u64 }
         };
-        let (sent_bytes, received_bytes, rounds) = (others(send_counts), others(recv_counts), rounds as u64);
+        counts.iter().enumerate().map(of_peer).sum()
+    }
+
+    fn count_exchange(&self, send_counts: &[usize], recv_counts: &[usize], rounds: usize) {
+        let (sent_bytes, received_bytes) = (self.of_others(send_counts), self.of_others(recv_counts));
+        let rounds = rounds as u64;
         self.count(Traffic { collectives: rounds, brought_bytes: sent_bytes, received_bytes });
         self.count_carried(Exchanged { sent_bytes, received_bytes, rounds });
     }

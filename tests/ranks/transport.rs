@@ -75,7 +75,36 @@ fn two_gpus_nccl_gives_the_bits_that_mpi_gives() {
 #[ignore = "needs a GPU, NVRTC and NCCL"]
 fn two_gpus_two_ranks_on_one_are_refused_before_nccl() {
     let refused = gpu_job(&Work::new(), &["--transport=nccl"]).env("CUDA_VISIBLE_DEVICES", "0").run();
-    refused.fails_clearly(2, &["needs a GPU for every rank; these share GPU-", "(ranks 0-1)"]);
+    let said = ["needs a GPU for every rank; these share GPU-", "cluster.share_gpus: true", "(ranks 0-1)"];
+    refused.fails_clearly(2, &said);
+}
+
+/// One GPU plays 3, 8 and 16 ranks: packing and unpacking beyond two, with ranks that have few experts, none, or no tokens.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn a_gpu_that_ranks_share_gives_the_bits_that_one_rank_gives() {
+    for form in [["--payload=bf16", "--activations=bf16"], ["--payload=nvfp4", "--activations=quantised"]] {
+        let output = |num_ranks: usize| {
+            let work = Work::new();
+            let (report, output) = (work.path("report.json"), work.path("rows"));
+            let files = [format!("--report={}", report.display()), format!("--output={}", output.display())];
+            let own = ["--set=cluster.share_gpus=true", "--batch-invariant", "--chunk-tokens=7"];
+            let words: Vec<&str> = own.into_iter().chain(form).chain(files.iter().map(String::as_str)).collect();
+            gpu_job(&work, &words).ranks(num_ranks).run().expect_code(0);
+            let report = Report::read(&report);
+            // Case J4: a chunk waits for its counts, and for what leaves and what goes back where MPI carries them.
+            let waits = if num_ranks == 1 { 1 } else { 3 };
+            for rank in 0..num_ranks {
+                let count = |name| report.count(&format!("/ranks/{rank}/layers/0/{name}"));
+                assert_eq!(count("device_waits"), waits * count("chunks"), "rank {rank} of {num_ranks}");
+            }
+            std::fs::read(output).expect("an output")
+        };
+        let alone = output(1);
+        for num_ranks in [3, 8, 16] {
+            assert!(output(num_ranks) == alone, "{num_ranks} ranks, {form:?}: the bits differ");
+        }
+    }
 }
 
 /// Hazard 3 with the real parts: before ranks join, and as they join.

@@ -50,9 +50,12 @@ const UNSAFE_FILES: &[&str] = &[
     "src/cuda/",
     "src/jit/nvrtc/",
     "src/nccl/",
-    "src/dispatch/nccl.rs",
+    "src/gpu/",
+    "src/dispatch/staged.rs",
+    "src/dispatch/device/",
     "src/backend/cuda/programs.rs",
     "src/backend/cuda/experts.rs",
+    "src/backend/cuda/evidence.rs",
 ];
 
 /// What a pure module may not use, whoever keeps its door.

@@ -2,18 +2,22 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rayon::prelude::*;
 
+use super::evidence::{Counted, Evidence};
 use super::pack::{self, Format, PackError};
 use super::programs::Program;
-use super::workspace::{NUM_COUNTERS, Workspace, grow, upload};
+use super::workspace::{Device, Host, Workspace};
 use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
-use crate::backend::{BackendError, ExpertBatch, Experts, ExpertsBuilder, ExpertsSpec, ForwardStats};
+use crate::backend::{
+    BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsBuilder, ExpertsSpec, ForwardStats,
+};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
+use crate::gpu::grow;
 use crate::jit::kernels::Chooser;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, STEP_K, Schedule, Weights,
@@ -58,7 +62,7 @@ impl ExpertsBuilder for Builder {
             Format::Nvfp4 => Weights::Nvfp4,
             Format::Bf16 => Weights::Bf16,
         };
-        let stream = &self.shared.stream;
+        let stream = self.shared.stream();
         let (fc1, fc2) = (DeviceBuffer::from_slice(stream, &fc1.bytes)?, DeviceBuffer::from_slice(stream, &fc2.bytes)?);
         let (gate_scale, _) = scales(&expert.gate);
         let (up_scale, _) = scales(&expert.up);
@@ -80,17 +84,18 @@ impl ExpertsBuilder for Builder {
         let Self { shared, spec, experts } = *self;
         let family = family(shared.technique).unwrap_or_else(|| unreachable!("{} has no schedules", shared.technique));
         let chooser = Chooser { family, batch_invariant: spec.batch_invariant };
-        let mut programs = Vec::new();
+        let mut programs: Vec<Compiled> = Vec::new();
         for weights in [Weights::Nvfp4, Weights::Bf16] {
-            if experts.iter().all(|expert| expert.weights != weights) {
-                continue;
-            }
+            // Experts of one format have one identity.
+            let Some(expert) = experts.iter().find(|expert| expert.weights == weights) else { continue };
             let gemm = gemm(&spec, weights)?;
             for schedule in chooser.all(&gemm) {
-                programs.push(((weights, schedule), shared.programs.schedule(schedule, &gemm)?));
+                let program = shared.programs.schedule(schedule, &gemm)?;
+                programs.push(Compiled { weights, schedule, identity: expert.identity, program });
             }
         }
-        Ok(Box::new(Group { shared, spec, experts, chooser, programs }))
+        let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
+        Ok(Box::new(Group { shared, spec, experts, chooser, programs, evidence }))
     }
 }
 
@@ -119,32 +124,55 @@ struct Group {
     spec: ExpertsSpec,
     experts: Vec<PackedExpert>,
     chooser: Chooser,
-    programs: Vec<((Weights, Schedule), Program)>,
+    programs: Vec<Compiled>,
+    evidence: Mutex<Evidence>,
+}
+
+/// The kernels of one schedule over weights of one format.
+struct Compiled {
+    weights: Weights,
+    schedule: Schedule,
+    identity: Identity,
+    program: Program,
 }
 
 /// The experts that one program computes in a batch.
-struct Share<'a> {
-    program: &'a Program,
-    identity: Identity,
+pub(super) struct Share {
+    program_idx: usize,
     /// `[num_experts]`, zero for the others.
-    entries: Vec<ExpertEntry>,
+    pub(super) entries: Vec<ExpertEntry>,
     num_rows: u64,
 }
 
 impl Experts for Group {
     fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
         checks::batch(&self.spec, self.experts.len(), batch, out);
-        let shares = self.shares(batch)?;
+        let shares = self.shares(batch.expert_offsets)?;
+        let (gpu, stream) = (&self.shared.gpu, self.shared.stream());
         let mut workspace = self.shared.workspace.lock().unwrap_or_else(PoisonError::into_inner);
-        self.upload(&mut workspace, batch, &shares)?;
-        let num_rows = batch.num_rows();
-        for start in (0..num_rows).step_by(MAX_WAVE_ROWS) {
-            let rows = start..num_rows.min(start + MAX_WAVE_ROWS);
+        let Host { tokens, row_token, out: device_out } = &mut workspace.host;
+        let bf16: Vec<u16> = batch.tokens.par_iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
+        grow(tokens, bf16.len())?;
+        tokens.upload(stream, 0, &bf16)?;
+        grow(row_token, batch.num_rows())?;
+        row_token.upload(stream, 0, batch.row_token)?;
+        grow(device_out, batch.num_rows().min(MAX_WAVE_ROWS) * self.spec.hidden)?;
+        let Workspace { host: Host { tokens, row_token, out: device_out }, device } = &mut *workspace;
+        let expert_offsets = batch.expert_offsets;
+        let on_device = DeviceBatch { tokens, token_scale: batch.token_scale, row_token, expert_offsets };
+        device.upload_entries(gpu, &shares)?;
+        for rows in waves(batch.num_rows()) {
             let out = &mut out[rows.start * self.spec.hidden..rows.end * self.spec.hidden];
-            self.wave(&mut workspace, batch, rows, &shares)?;
-            workspace.out.download_into(&self.shared.stream, 0, out)?;
+            self.wave(device, &on_device, (rows, device_out.address()), &shares)?;
+            device_out.download_into(stream, 0, out)?;
         }
-        self.stats(&workspace, &shares)
+        self.queue_evidence()?;
+        stream.synchronise()?;
+        self.evidence()
+    }
+
+    fn on_device(&self) -> Option<&dyn DeviceExperts> {
+        Some(self)
     }
 
     fn weight_bytes(&self) -> u64 {
@@ -156,9 +184,56 @@ impl Experts for Group {
         let tokens = 2 * num_rows * self.spec.hidden;
         let images =
             2 * padded_rows(wave, self.experts.len()) * (padded(self.spec.hidden) + padded(self.spec.intermediate));
-        let rows = wave * (size_of::<u32>() + size_of::<f32>() * self.spec.hidden);
+        let rows = size_of::<u32>() * num_rows + size_of::<f32>() * wave * self.spec.hidden;
         (tokens + images + rows) as u64
     }
+}
+
+impl DeviceExperts for Group {
+    fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
+        checks::offsets(self.experts.len(), batch.expert_offsets);
+        let shares = self.shares(batch.expert_offsets)?;
+        let mut workspace = self.shared.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        workspace.device.upload_entries(&self.shared.gpu, &shares)?;
+        for rows in waves(batch.num_rows()) {
+            let to = out.address_of(rows.start * self.spec.hidden..rows.end * self.spec.hidden)?;
+            self.wave(&mut workspace.device, batch, (rows, to), &shares)?;
+        }
+        Ok(())
+    }
+
+    fn queue_evidence(&self) -> Result<(), BackendError> {
+        let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(evidence.queue(self.shared.stream())?)
+    }
+
+    /// Rows that the device did not store are a fault, whatever the buffer holds.
+    fn evidence(&self) -> Result<ForwardStats, BackendError> {
+        let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stats = ForwardStats::default();
+        for (program, counted) in self.programs.iter().zip(evidence.take()) {
+            let Counted { num_saturated, num_zeroed, stored, queued } = counted;
+            if stored != queued {
+                return Err(BackendError::Rows { identity: program.identity, found: stored, wanted: queued });
+            }
+            if queued == 0 {
+                continue;
+            }
+            let blocks_per_row = if self.spec.quantise_activations { self.spec.intermediate / BLOCK } else { 0 };
+            let num_blocks = queued * blocks_per_row as u64;
+            add_counts(&mut stats.fc2_input, QuantCounts { num_blocks, num_saturated, num_zeroed });
+            match stats.rows_by_identity.iter_mut().find(|(known, _)| *known == program.identity) {
+                Some((_, rows)) => *rows += stored,
+                None => stats.rows_by_identity.push((program.identity, stored)),
+            }
+        }
+        Ok(stats)
+    }
+}
+
+/// Ranges of rows that are computed one behind the other.
+fn waves(num_rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..num_rows).step_by(MAX_WAVE_ROWS).map(move |start| start..num_rows.min(start + MAX_WAVE_ROWS))
 }
 
 /// A width in whole steps.
@@ -180,104 +255,64 @@ fn clipped_offsets(expert_offsets: &[usize], rows: &Range<usize>) -> Vec<u32> {
 
 impl Group {
     /// Deals the experts that have rows out to programs.
-    fn shares(&self, batch: &ExpertBatch<'_>) -> Result<Vec<Share<'_>>, BackendError> {
-        let mut shares: BTreeMap<usize, Share<'_>> = BTreeMap::new();
-        for (index, (expert, offsets)) in self.experts.iter().zip(batch.expert_offsets.windows(2)).enumerate() {
+    fn shares(&self, expert_offsets: &[usize]) -> Result<Vec<Share>, BackendError> {
+        let mut shares: BTreeMap<usize, Share> = BTreeMap::new();
+        for (index, (expert, offsets)) in self.experts.iter().zip(expert_offsets.windows(2)).enumerate() {
             let num_rows = offsets[1] - offsets[0];
             if num_rows == 0 {
                 continue;
             }
             let schedule = self.chooser.schedule(&gemm(&self.spec, expert.weights)?, num_rows);
             let wanted = (expert.weights, schedule);
-            let at = self.programs.iter().position(|(known, _)| *known == wanted);
+            let at = self.programs.iter().position(|known| (known.weights, known.schedule) == wanted);
             let at = at.unwrap_or_else(|| unreachable!("{wanted:?} was compiled when the experts were packed"));
-            let share = shares.entry(at).or_insert_with(|| Share {
-                program: &self.programs[at].1,
-                identity: expert.identity,
-                entries: vec![ExpertEntry::default(); self.experts.len()],
-                num_rows: 0,
-            });
+            let entries = || vec![ExpertEntry::default(); self.experts.len()];
+            let share = shares.entry(at).or_insert_with(|| Share { program_idx: at, entries: entries(), num_rows: 0 });
             share.entries[index] = expert.entry;
             share.num_rows += num_rows as u64;
         }
         Ok(shares.into_values().collect())
     }
 
-    /// What all waves of a batch read.
-    fn upload(
-        &self,
-        workspace: &mut Workspace,
-        batch: &ExpertBatch<'_>,
-        shares: &[Share<'_>],
-    ) -> Result<(), BackendError> {
-        let stream = &self.shared.stream;
-        let tokens: Vec<u16> = batch.tokens.par_iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
-        upload(&mut workspace.tokens, stream, &tokens)?;
-        let entries: Vec<ExpertEntry> = shares.iter().flat_map(|share| share.entries.iter().copied()).collect();
-        upload(&mut workspace.entries, stream, &entries)?;
-        upload(&mut workspace.counts, stream, &vec![0; shares.len() * NUM_COUNTERS])
-    }
-
-    /// Queues the kernels of a range of rows; their results come to the beginning of `workspace.out`.
+    /// Queues the kernels of a range of rows, whose results go to the address that comes with it.
     fn wave(
         &self,
-        workspace: &mut Workspace,
-        batch: &ExpertBatch<'_>,
-        rows: Range<usize>,
-        shares: &[Share<'_>],
+        workspace: &mut Device,
+        batch: &DeviceBatch<'_>,
+        (rows, out): (Range<usize>, u64),
+        shares: &[Share],
     ) -> Result<(), BackendError> {
-        let stream = &self.shared.stream;
-        let num_experts = self.experts.len();
+        let (gpu, num_experts) = (&self.shared.gpu, self.experts.len());
         let num_padded = padded_rows(rows.len(), num_experts);
-        upload(&mut workspace.expert_offsets, stream, &clipped_offsets(batch.expert_offsets, &rows))?;
-        upload(&mut workspace.row_token, stream, &batch.row_token[rows.clone()])?;
-        if shares.iter().any(|share| share.program.wants_images()) {
+        let offsets = clipped_offsets(batch.expert_offsets, &rows);
+        grow(&mut workspace.expert_offsets, offsets.len())?;
+        gpu.upload(&mut workspace.expert_offsets, 0, &offsets)?;
+        if shares.iter().any(|share| self.programs[share.program_idx].program.wants_images()) {
             grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
-        grow(&mut workspace.out, rows.len() * self.spec.hidden)?;
+        let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
         for (index, share) in shares.iter().enumerate() {
             let args = GroupedGemmArgs {
                 experts: workspace.entries.address_of(index * num_experts..(index + 1) * num_experts)?,
                 expert_offsets: workspace.expert_offsets.address(),
-                row_token: workspace.row_token.address(),
-                tokens: workspace.tokens.address(),
+                row_token: batch.row_token.address_of(rows.clone())?,
+                tokens: batch.tokens.address(),
                 inner: workspace.inner.address(),
-                out: workspace.out.address(),
-                counts: workspace.counts.address_of(index * NUM_COUNTERS..(index + 1) * NUM_COUNTERS)?,
+                out,
+                counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
             };
+            if rows.start == 0 {
+                evidence.expect(share.program_idx, share.num_rows);
+            }
             // SAFETY: every buffer has room for this batch's rows, as computed above from the same offsets that are uploaded,
-            // every row names a token of the batch (`checks::batch`), and all of them live until `download_into` has waited.
-            unsafe { share.program.queue(stream, &args, workspace.image.address())? };
+            // and every row names a token of the batch, which `checks::batch` sees to, or whoever made the batch on the
+            // device. They live in workspaces or with the caller, whose freeing waits for the device.
+            unsafe { self.programs[share.program_idx].program.queue(gpu.stream(), &args, workspace.image.address())? };
         }
         Ok(())
-    }
-
-    /// What the device counted. Rows that it did not store are a fault, whatever the buffer holds.
-    fn stats(&self, workspace: &Workspace, shares: &[Share<'_>]) -> Result<ForwardStats, BackendError> {
-        let mut counts = vec![0; shares.len() * NUM_COUNTERS];
-        workspace.counts.download_into(&self.shared.stream, 0, &mut counts)?;
-        let mut stats = ForwardStats::default();
-        for (share, counts) in shares.iter().zip(counts.chunks(NUM_COUNTERS)) {
-            let found = counts[2];
-            if found != share.num_rows {
-                return Err(BackendError::Rows { identity: share.identity, found, wanted: share.num_rows });
-            }
-            let num_blocks = if self.spec.quantise_activations {
-                share.num_rows * (self.spec.intermediate / BLOCK) as u64
-            } else {
-                0
-            };
-            let of_share = QuantCounts { num_blocks, num_saturated: counts[0], num_zeroed: counts[1] };
-            add_counts(&mut stats.fc2_input, of_share);
-            match stats.rows_by_identity.iter_mut().find(|(known, _)| *known == share.identity) {
-                Some((_, rows)) => *rows += found,
-                None => stats.rows_by_identity.push((share.identity, found)),
-            }
-        }
-        Ok(stats)
     }
 }

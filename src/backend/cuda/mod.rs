@@ -1,7 +1,9 @@
 //! Experts on an NVIDIA GPU: `mma_sync`, which any since Ampere runs, and `wgmma` for Hopper.
 //!
-//! A batch comes from the host and rows go back to it. Dense projections (router, latent) run on the host's cores.
+//! A batch lies on the device, or comes from the host and rows go back to it. Dense projections (router, latent) run on the
+//! host's cores.
 
+mod evidence;
 mod experts;
 pub mod pack;
 mod programs;
@@ -12,9 +14,10 @@ use std::sync::{Arc, Mutex};
 use super::simd::{Isa, Simd};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
-use crate::cuda::{Device, Stream};
+use crate::cuda::Stream;
+use crate::gpu;
+use crate::jit::Arch;
 use crate::jit::kernels::Family;
-use crate::jit::{Arch, KernelRequest};
 use programs::Programs;
 use workspace::Workspace;
 
@@ -34,64 +37,40 @@ pub fn family(technique: &str) -> Option<Family> {
     }
 }
 
-/// Which GPU a backend drives, and with which kernels.
-#[derive(Debug, Clone, Default)]
-pub struct GpuOptions {
-    /// The device's number in this process.
-    pub ordinal: u32,
-    /// Where kernels come from.
-    pub kernels: Kernels,
-}
-
-/// Where a backend's kernels come from.
-#[derive(Debug, Clone)]
-pub enum Kernels {
-    /// Machine code that was prepared before, by what it was made of. Nothing else is run.
-    Prepared(Arc<[(KernelRequest, Vec<u8>)]>),
-    /// Compiled when experts are packed: for one process alone, such as a test. NVRTC, or the directory that it lies in;
-    /// absent: where the loader finds it.
-    OnDemand(Option<String>),
-}
-
-impl Default for Kernels {
-    fn default() -> Self {
-        Self::Prepared(Arc::new([]))
-    }
-}
-
 /// What all experts of a backend use.
 struct Shared {
     technique: &'static str,
-    stream: Stream,
+    gpu: gpu::Gpu,
     programs: Programs,
     /// Calls wait for each other: they would share the device anyway.
     workspace: Mutex<Workspace>,
 }
 
-/// The backend, with a device, a stream and a compiler of its own.
+impl Shared {
+    fn stream(&self) -> &Stream {
+        self.gpu.stream()
+    }
+}
+
+/// The backend, on a session's GPU.
 pub struct Gpu {
     shared: Arc<Shared>,
     host: Simd,
 }
 
 impl Gpu {
-    /// Opens the device; `num_threads` threads (0: one a core) compute dense projections.
+    /// Runs on `gpu`; `num_threads` threads (0: one a core) compute dense projections.
     ///
     /// # Errors
-    /// If there is no such device, none of this build's kernels run on it, or there is no compiler.
-    pub fn new(technique: &'static str, options: &GpuOptions, num_threads: usize) -> Result<Self, BackendError> {
-        let device = Device::open(options.ordinal)?;
-        let found = device.facts().compute_capability;
-        let arch = Arch::of(found).filter(|arch| technique == MMA_SYNC || *arch == Arch::Sm90a);
-        let arch = arch.ok_or_else(|| BackendError::Capability {
-            technique,
-            name: device.facts().name.clone(),
-            found: found.to_string(),
-        })?;
-        let stream = Stream::new(&device)?;
-        let workspace = Mutex::new(Workspace::new(&stream)?);
-        let programs = Programs::new(device, arch, &options.kernels)?;
-        let shared = Shared { technique, stream, programs, workspace };
+    /// If none of the technique's kernels run on it, or there is no memory.
+    pub fn new(technique: &'static str, gpu: &gpu::Gpu, num_threads: usize) -> Result<Self, BackendError> {
+        if technique == WGMMA && gpu.arch() != Arch::Sm90a {
+            let facts = gpu.device().facts();
+            let (name, found) = (facts.name.clone(), facts.compute_capability.to_string());
+            return Err(BackendError::Capability { technique, name, found });
+        }
+        let workspace = Mutex::new(Workspace::new(gpu.stream())?);
+        let shared = Shared { technique, gpu: gpu.clone(), programs: Programs::new(gpu.clone()), workspace };
         Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, Isa::detect())? })
     }
 }

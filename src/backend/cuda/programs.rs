@@ -1,34 +1,23 @@
 //! Compiled kernels on a device, and their launches: the only `unsafe` of this backend.
 
-use std::borrow::Cow;
-use std::sync::{Arc, Mutex, PoisonError};
-
 use super::super::BackendError;
-use super::Kernels;
-use crate::cuda::{Device, Function, LaunchShape, Module, Stream};
+use crate::cuda::{Function, LaunchShape, Stream};
+use crate::gpu::Gpu;
 use crate::jit::kernels::grouped_gemm::{GatherTokens, GroupedGemm, GroupedGemmArgs, Schedule};
-use crate::jit::{Arch, Compiler, KernelRequest};
 
-/// Modules by what was compiled: layers of one shape share them.
+/// Makes programs of a session's kernels.
 pub(super) struct Programs {
-    device: Device,
-    arch: Arch,
-    source: Source,
-    modules: Mutex<Vec<(KernelRequest, Module)>>,
+    gpu: Gpu,
 }
 
 impl Programs {
-    pub(super) fn new(device: Device, arch: Arch, kernels: &Kernels) -> Result<Self, BackendError> {
-        let source = match kernels {
-            Kernels::Prepared(prepared) => Source::Prepared(prepared.clone()),
-            Kernels::OnDemand(nvrtc) => Source::OnDemand(Compiler::load(nvrtc.as_deref())?),
-        };
-        Ok(Self { device, arch, source, modules: Mutex::default() })
+    pub(super) fn new(gpu: Gpu) -> Self {
+        Self { gpu }
     }
 
     /// The kernels of a schedule, loaded if they are not there yet.
     pub(super) fn schedule(&self, schedule: Schedule, gemm: &GroupedGemm) -> Result<Program, BackendError> {
-        let module = self.module(schedule.request(gemm, self.arch))?;
+        let module = self.gpu.module(schedule.request(gemm, self.gpu.arch()))?;
         let launch = schedule.launch(gemm);
         let shared_bytes = launch.shared_bytes;
         let function = |name: &str| -> Result<Function, BackendError> {
@@ -36,7 +25,7 @@ impl Programs {
             function.allow_dynamic_shared(shared_bytes)?;
             Ok(function)
         };
-        let num_blocks = self.device.facts().num_multiprocessors * launch.blocks_per_multiprocessor;
+        let num_blocks = self.gpu.device().facts().num_multiprocessors * launch.blocks_per_multiprocessor;
         let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, launch.num_threads) };
         let steps = match schedule {
             Schedule::Small { .. } => {
@@ -57,34 +46,11 @@ impl Programs {
     }
 
     fn gather(&self, hidden: u32) -> Result<Step, BackendError> {
-        let module = self.module(GatherTokens { hidden }.request(self.arch))?;
-        let num_blocks = self.device.facts().num_multiprocessors * 8;
+        let module = self.gpu.module(GatherTokens { hidden }.request(self.gpu.arch()))?;
+        let num_blocks = self.gpu.device().facts().num_multiprocessors * 8;
         let shape = LaunchShape::rows(num_blocks, GatherTokens::NUM_THREADS);
         Ok(Step { function: module.function(GatherTokens::FUNCTION)?, shape, reads_image: false })
     }
-
-    fn module(&self, request: KernelRequest) -> Result<Module, BackendError> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, module)) = modules.iter().find(|(known, _)| *known == request) {
-            return Ok(module.clone());
-        }
-        let cubin = match &self.source {
-            Source::Prepared(prepared) => {
-                let found = prepared.iter().find(|(known, _)| *known == request);
-                let missing = || BackendError::NotPrepared { kernel: request.describe() };
-                Cow::Borrowed(&found.ok_or_else(missing)?.1)
-            }
-            Source::OnDemand(compiler) => Cow::Owned(compiler.compile(&request)?.cubin),
-        };
-        let module = Module::load(&self.device, request.source.name, self.arch.name(), &cubin)?;
-        modules.push((request, module.clone()));
-        Ok(module)
-    }
-}
-
-enum Source {
-    Prepared(Arc<[(KernelRequest, Vec<u8>)]>),
-    OnDemand(Compiler),
 }
 
 /// What computes both products of some experts.

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::super::{Backend, ExpertBatch, ExpertsSpec, GpuOptions, Kernels, Machine, build, cuda};
+use super::super::{Backend, ExpertBatch, ExpertsSpec, Machine, build, cuda};
 use super::{Case, Format, Rng, SITU, assert_same_bits, reference};
 use crate::cuda::{Device, DeviceBuffer, Function, LaunchShape, Module, Stream};
+use crate::gpu::{Gpu, Kernels};
 use crate::jit::kernels::{ProbeArgs, ProbeVariant};
 use crate::jit::{Arch, Compiler};
 use crate::numerics::activation::Activation;
@@ -17,9 +18,10 @@ fn nvrtc() -> Option<String> {
 
 /// Every technique that this machine's GPU has.
 fn gpus() -> Vec<Arc<dyn Backend>> {
-    let machine = Machine { gpu: GpuOptions { ordinal: 0, kernels: Kernels::OnDemand(nvrtc()) }, ..Machine::default() };
+    let opened = Gpu::open(0, &Kernels::OnDemand(nvrtc())).unwrap_or_else(|error| panic!("{error}"));
+    let is_hopper = opened.arch() == Arch::Sm90a;
+    let machine = Machine { gpu: Some(opened), ..Machine::default() };
     let gpu = |technique| build(technique, &machine).unwrap_or_else(|error| panic!("{technique}: {error}"));
-    let is_hopper = Arch::of(Device::open(0).unwrap().facts().compute_capability) == Some(Arch::Sm90a);
     let techniques = if is_hopper { &[cuda::MMA_SYNC, cuda::WGMMA][..] } else { &[cuda::MMA_SYNC] };
     techniques.iter().map(|technique| gpu(technique)).collect()
 }

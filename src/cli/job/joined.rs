@@ -1,6 +1,7 @@
 //! A job's report: a rank's part of it, what was decided, and all ranks' parts joined on rank 0.
 
 use super::{Job, Share};
+use crate::config::Choice as _;
 use crate::layer::{MoeLayer, Session};
 use crate::report::{BytesReport, Decided, DecidedLayer, DecidedTactic, RankReport, RunReport, StepReport};
 use crate::world::World;
@@ -34,10 +35,10 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         layer: layer.decision().layer.0,
         quant: layer.decision().quant.name().to_owned(),
         activation: layer.decision().activation.to_string(),
-        transport: layer.transport().carrier.name().to_owned(),
-        payload: layer.transport().payload.name().to_owned(),
-        combine: layer.transport().mode.name().to_owned(),
-        combine_dtype: layer.transport().row_form.form.name().to_owned(),
+        transport: layer.carrier().name().to_owned(),
+        payload: layer.travel().payload.name().to_owned(),
+        combine: layer.travel().mode.name().to_owned(),
+        combine_dtype: layer.travel().row_form.form.name().to_owned(),
         identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
         why: layer.selected().why.to_string(),
     };

@@ -10,11 +10,12 @@ use crate::world::Group;
 use crate::world::simulated::simulate;
 
 /// Another value than the default for every key; `version` has one value only.
-const OTHER_VALUES: [(&str, &str); 29] = [
+const OTHER_VALUES: [(&str, &str); 30] = [
     ("name", "another"),
     ("cluster.nodes", "2"),
     ("cluster.ranks_per_node", "4"),
     ("cluster.device", "auto"),
+    ("cluster.share_gpus", "true"),
     ("links.scale_up_gbyte_per_s", "450"),
     ("links.scale_out_gbyte_per_s", "50"),
     ("links.memory_gbyte_per_s", "4800"),

@@ -1,5 +1,6 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
+pub mod dispatch;
 pub mod grouped_gemm;
 mod probes;
 mod quantise;
@@ -11,29 +12,48 @@ pub use schedule::{Chooser, Family};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
+use crate::dispatch::travel::{combine_form, payload_form};
 use crate::numerics::activation::Activation;
-use crate::select::{Problem, Quant};
+use crate::select::{LayerDecision, Problem, Quant};
+use dispatch::TravelKernels;
 use grouped_gemm::{GatherTokens, GroupedGemm, Schedule, Weights};
 
 /// Every variant of every kernel for an architecture, for those who compile all of them.
 #[must_use]
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
-    quantise.into_iter().chain(probes::all(arch)).chain(grouped_gemm::all(arch)).collect()
+    let others = probes::all(arch).into_iter().chain(grouped_gemm::all(arch)).chain(dispatch::all(arch));
+    quantise.into_iter().chain(others).collect()
 }
 
 /// The kernels that a layer may need on an architecture: they follow from the layer alone, so that their number does not
 /// grow with tokens.
 #[must_use]
-pub fn for_layer(problem: &Problem, activation: Activation, batch_invariant: bool, arch: Arch) -> Vec<KernelRequest> {
+pub fn for_layer(problem: &Problem, decision: &LayerDecision, batch_invariant: bool, arch: Arch) -> Vec<KernelRequest> {
     let of_shared = problem.shared.is_some_and(|shared| shared.quantised_activations);
     let quantises = problem.quantisation.quantised_activations || of_shared;
     // bf16 hidden states; the latent and FC2's input are f32.
     let variants = if quantises { &QuantiseVariant::ALL[..] } else { &[] };
     let families = if arch == Arch::Sm90a { &[Family::Wgmma, Family::MmaSync][..] } else { &[Family::MmaSync] };
     let choosers = families.iter().map(|&family| Chooser { family, batch_invariant });
-    let products = choosers.flat_map(|chooser| products(problem, activation, chooser, arch));
-    variants.iter().map(|variant| variant.request(arch)).chain(products).collect()
+    let products = choosers.flat_map(|chooser| products(problem, decision.activation, chooser, arch));
+    let variants = variants.iter().map(|variant| variant.request(arch));
+    variants.chain(travel(problem, decision, arch)).chain(products).collect()
+}
+
+/// The kernels that bring a layer's tokens to its experts and rows back.
+#[must_use]
+pub fn travel(problem: &Problem, decision: &LayerDecision, arch: Arch) -> Vec<KernelRequest> {
+    // Wider than any kernel: whoever packs the layer's weights says so.
+    let Ok(hidden) = u32::try_from(problem.hidden) else { return Vec::new() };
+    TravelKernels {
+        hidden,
+        payload: payload_form(decision, 1.0),
+        quantise: decision.quantise_activations,
+        form: combine_form(decision),
+    }
+    .requests(arch)
+    .to_vec()
 }
 
 /// Every kernel that `chooser` may give to a layer's experts, routed and shared.

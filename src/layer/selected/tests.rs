@@ -1,16 +1,14 @@
 //! What a session compares: which of its inputs are in it, and what is said where ranks differ.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
 
 use super::*;
 use crate::backend::{self, Machine};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Activations, Combine, CombineDtype, Payload, Transport};
-use crate::dispatch::carrier::{Carrier, CarryError, Mpi};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::placement::Placement;
-use crate::dispatch::transport::TokenTransport;
+use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Known};
 use crate::ids::Rank;
 use crate::layer::load::Loader;
@@ -24,7 +22,6 @@ use crate::select::fingerprint::diff;
 use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::tests::worlds::host;
 use crate::select::{Digest, InstructionSet, LayerDecision};
-use crate::world::Parts;
 use crate::world::simulated::simulate;
 
 /// Everything that a session is made from, to change in one place.
@@ -119,29 +116,16 @@ fn load(
         shared: loaded.shared,
         experts: loaded.experts,
         input_scale: Some(loaded.largest_input_scale),
-        transport: TokenTransport {
+        travel: Travel {
             placement,
             payload: payload_form(&decision, 1.0),
             mode: CombineMode::Slot,
             row_form: row_form(geometry, &decision),
-            carrier: Rc::new(Mpi),
         },
+        carrier: Transport::Host,
+        device: None,
         tactics: [Tactic::UNTUNED; RowBucket::NUM],
         weight_bytes: loaded.weight_bytes,
-    }
-}
-
-/// Carries nothing, under another name.
-#[derive(Debug)]
-struct Elsewhere;
-
-impl Carrier for Elsewhere {
-    fn transport(&self) -> Transport {
-        Transport::Nccl
-    }
-
-    fn all_to_all_bytes(&self, _: &World, _: Parts<'_>, _: &[usize], _: usize) -> Result<Vec<u8>, CarryError> {
-        unreachable!("fingerprints send nothing")
     }
 }
 
@@ -208,7 +192,7 @@ fn changes() -> Vec<(&'static str, &'static str, Change)> {
             m.change_loaded = |l| l.input_scale = l.input_scale.map(next_up);
         }),
         ("what carries tokens", "layers.*.travel.carrier", |m| {
-            m.change_loaded = |l| l.transport.carrier = Rc::new(Elsewhere);
+            m.change_loaded = |l| l.carrier = Transport::Nccl;
         }),
         ("a router's bias", "layers.*.scales.router_bias", |m| {
             m.change_loaded = |l| {

@@ -188,7 +188,7 @@ fn exchange_causes(world: &World, ballots: &[Ballot], mine: &[Cause]) -> Vec<Fai
 /// This rank's timings, and what went wrong with those that failed.
 fn time_here(world: &World, layer: &MoeLayer, rows: RowBucket) -> (Vec<Timing>, Vec<Cause>) {
     let num_tactics = layer.experts.tactics().len();
-    let num_experts = layer.transport.placement.local_experts(world.rank()).len();
+    let num_experts = layer.travel.placement.local_experts(world.rank()).len();
     let mut timed: Vec<Result<Option<u64>, String>> = match MadeUp::new(layer.geometry.expert_hidden, num_experts, rows)
     {
         None => vec![Ok(None); num_tactics],

@@ -10,10 +10,13 @@ pub(super) fn add(fields: &mut Fields, registry: &Registry) {
     for descriptor in registry.descriptors() {
         add_descriptor(fields, descriptor);
     }
-    for TransportDescriptor { transport, libraries, auto_from_num_ranks, reads_node_layout } in registry.transports() {
+    for descriptor in registry.transports() {
+        let TransportDescriptor { transport, libraries, auto_from_num_ranks, shares_gpus, reads_node_layout } =
+            descriptor;
         let path = |field: &str| format!("registry.transport.{transport}.{field}");
         fields.add(path("libraries"), needed(libraries));
         fields.add(path("auto_from_num_ranks"), *auto_from_num_ranks);
+        fields.add(path("shares_gpus"), *shares_gpus);
         fields.add(path("reads_node_layout"), *reads_node_layout);
     }
 }

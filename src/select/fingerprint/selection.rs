@@ -50,6 +50,7 @@ fn add_deployment(fields: &mut Fields, deployment: &DeploymentFacts) {
         experts,
         tensor_parallel,
         device,
+        share_gpus,
         backend,
         implementation,
         allow_fallback,
@@ -74,6 +75,7 @@ fn add_deployment(fields: &mut Fields, deployment: &DeploymentFacts) {
     );
     // By the names of the keys that set them.
     fields.add("cluster.device", Value::text(device));
+    fields.add("cluster.share_gpus", *share_gpus);
     fields.add("moe.backend", backend.as_str());
     fields.add("moe.implementation", implementation.as_deref());
     fields.add("moe.allow_fallback", *allow_fallback);

@@ -34,6 +34,8 @@ impl Registry {
             transport,
             libraries,
             auto_from_num_ranks,
+            // NCCL refuses two ranks of one communicator on one GPU.
+            shares_gpus: transport != Transport::Nccl,
             reads_node_layout: false,
         };
         let host = transport(Transport::Host, BTreeMap::new(), 1);

@@ -76,6 +76,8 @@ pub struct TransportDescriptor {
     pub libraries: BTreeMap<Library, Option<&'static str>>,
     /// `auto` takes it in worlds of at least so many ranks; where it is asked for by name, any will do.
     pub auto_from_num_ranks: usize,
+    /// It serves ranks that share a GPU.
+    pub shares_gpus: bool,
     /// What it does depends on which ranks share a host: then ranks must agree on that too.
     pub reads_node_layout: bool,
 }

@@ -101,6 +101,7 @@ fn deployments() -> Vec<DeploymentFacts> {
     deployments.extend([Payload::F32, Payload::Bf16, Payload::Nvfp4].map(|payload| with(&|d| d.payload = payload)));
     deployments.extend([CombineDtype::F32, CombineDtype::Bf16].map(|dtype| with(&|d| d.combine_dtype = dtype)));
     deployments.push(with(&|d| d.batch_invariant = true));
+    deployments.push(with(&|d| d.share_gpus = true));
     deployments.push(with(&|d| d.tensor_parallel = 2));
     deployments.push(with(&|d| d.node_of_rank = vec![0, 1]));
     for counts in [vec![448, 448], vec![896, 0], vec![128, 0], vec![64, 64], vec![1, 2, 3]] {
@@ -207,13 +208,16 @@ fn admits(
         BTreeSet::from_iter(&uuids).len() == uuids.len()
     };
     let transport = d.transports.iter().any(|transport| {
-        let libraries = &registry.transport(*transport).unwrap().libraries;
+        let known = registry.transport(*transport).unwrap();
+        let libraries = &known.libraries;
         (deployment.transport == Transport::Auto || deployment.transport == *transport)
+            && (distinct_gpus || known.shares_gpus)
             && ranks.iter().all(|rank| {
                 libraries.iter().all(|(library, needed)| has_library(rank.libraries.get(*library), *needed))
             })
     });
-    main && serves(d, false) && kept && shared && transport && (distinct_gpus || matches!(d.target, Target::Cpu { .. }))
+    let own_gpu = distinct_gpus || deployment.share_gpus || matches!(d.target, Target::Cpu { .. });
+    main && serves(d, false) && kept && shared && transport && own_gpu
 }
 
 /// Who serves, by what `resolve` says: the winner and the others, or those eligible in a refusal.

@@ -68,6 +68,7 @@ pub(crate) fn registry() -> Registry {
         transport: Transport::Nccl,
         libraries: BTreeMap::from([(Library::Nccl, Some("2.20"))]),
         auto_from_num_ranks: 1,
+        shares_gpus: true,
         reads_node_layout: true,
     });
     Registry::new(descriptors, transports).unwrap()

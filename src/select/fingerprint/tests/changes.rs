@@ -195,6 +195,7 @@ fn of_the_deployment() -> Vec<Single> {
             |i| i.deployment.implementation = Some("wgmma.nvfp4".to_owned()),
         ),
         single("fallback", &["moe.allow_fallback"], |i| i.deployment.allow_fallback = true),
+        single("shared GPUs", &["cluster.share_gpus"], |i| i.deployment.share_gpus = true),
         single("batch invariance", &["moe.batch_invariant"], |i| i.deployment.batch_invariant = true),
         single("combine", &["moe.combine"], |i| i.deployment.combine = Combine::Rank),
         single("asked activations", &["moe.activations"], |i| i.deployment.activations = Activations::Bf16),
@@ -354,6 +355,9 @@ fn of_the_registry() -> Vec<Single> {
         }),
         single("when a transport is taken unasked", &["registry.transport.*.auto_from_num_ranks"], |i| {
             transports(i, |t| t.auto_from_num_ranks += 1);
+        }),
+        single("whether a transport serves ranks that share a GPU", &["registry.transport.*.shares_gpus"], |i| {
+            transports(i, |t| t.shares_gpus = false);
         }),
         single("what a transport reads", &["registry.transport.*.reads_node_layout"], |i| {
             transports(i, |t| t.reads_node_layout = false);

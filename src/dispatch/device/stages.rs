@@ -1,0 +1,319 @@
+//! The kernels of a layer's way to experts and back, queued one stage at a time. Knows no other rank: what leaves and arrives
+//! lies in [`Buffers`].
+
+use bytemuck::NoUninit;
+
+use super::{Buffers, DeviceTokens};
+use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
+use crate::dispatch::combine::CombineMode;
+use crate::dispatch::counts::{ReceivedCounts, SentCounts};
+use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::travel::Travel;
+use crate::gpu::{Gpu, GpuError, grow};
+use crate::ids::Rank;
+use crate::jit::kernels::dispatch::{
+    COUNT_BYTES_PER_RANK, CombineArgs, DispatchArgs, INDEX_BYTES_PER_EXPERT, NUM_THREADS, PACK_BYTES_PER_SLOT,
+    ReceiveArgs, TravelKernels, WARP,
+};
+
+/// Tiles of tokens at most: more tokens make larger ones.
+const MAX_TILES: usize = 512;
+/// Tokens of a tile at least.
+const MIN_TILE_TOKENS: usize = 4;
+/// Blocks of kernels that take tokens one by one, for each multiprocessor.
+const BLOCKS_PER_MULTIPROCESSOR: usize = 8;
+
+/// What a layer's tokens and rows are made of.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Forms {
+    /// How they travel.
+    pub travel: Travel,
+    /// The global scale of tokens that travel unquantised and go through NVFP4 where they arrive.
+    pub quantise: Option<f32>,
+}
+
+impl Forms {
+    /// The kernels for it.
+    #[must_use]
+    pub fn kernels(&self) -> TravelKernels {
+        let Travel { payload, row_form, .. } = self.travel;
+        TravelKernels {
+            hidden: narrow(row_form.hidden),
+            payload,
+            quantise: self.quantise.is_some(),
+            form: row_form.form,
+        }
+    }
+}
+
+/// Kernels of one layer's forms on one rank.
+#[derive(Debug)]
+pub struct Stages {
+    gpu: Gpu,
+    forms: Forms,
+    rank: Rank,
+    count: Function,
+    sum_sent: Function,
+    pack: Function,
+    index: Function,
+    sum_received: Function,
+    unpack: Function,
+    give_back: Function,
+    add: Function,
+}
+
+/// How tokens are cut into tiles; changes no result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tiles {
+    tokens: usize,
+    num: usize,
+}
+
+impl Tiles {
+    fn of(num_tokens: usize) -> Self {
+        let tokens = num_tokens.div_ceil(MAX_TILES).max(MIN_TILE_TOKENS);
+        Self { tokens, num: num_tokens.div_ceil(tokens) }
+    }
+}
+
+/// Numbers of tokens, slots and rows of a chunk fit in 32 bits, or its buffers fit no device.
+fn narrow(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+impl Stages {
+    /// Loads the kernels of `forms` for what `rank` sends and receives.
+    ///
+    /// # Errors
+    /// If they were not prepared or don't load.
+    pub fn new(gpu: &Gpu, forms: Forms, rank: Rank) -> Result<Self, GpuError> {
+        let (kernels, arch) = (forms.kernels(), gpu.arch());
+        let placement = forms.travel.placement;
+        let count_bytes = COUNT_BYTES_PER_RANK * narrow(placement.num_ranks());
+        let index_bytes = INDEX_BYTES_PER_EXPERT * narrow(placement.local_experts(rank).len());
+        let [dispatch, receive, combine] = kernels.requests(arch);
+        let (give_back, add) = match forms.travel.mode {
+            CombineMode::Slot => (TravelKernels::RETURN_SLOTS, TravelKernels::ADD_SLOTS),
+            CombineMode::Rank => (TravelKernels::RETURN_SUMS, TravelKernels::ADD_SUMS),
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            forms,
+            rank,
+            count: gpu.function(dispatch.clone(), TravelKernels::COUNT, count_bytes)?,
+            sum_sent: gpu.function(dispatch.clone(), TravelKernels::SUM, 0)?,
+            pack: gpu.function(dispatch, TravelKernels::PACK, 0)?,
+            index: gpu.function(receive.clone(), TravelKernels::INDEX, index_bytes)?,
+            sum_received: gpu.function(receive.clone(), TravelKernels::SUM, 0)?,
+            unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
+            give_back: gpu.function(combine.clone(), give_back, 0)?,
+            add: gpu.function(combine, add, 0)?,
+        })
+    }
+
+    /// What they are for.
+    #[must_use]
+    pub fn forms(&self) -> &Forms {
+        &self.forms
+    }
+
+    /// Counts what leaves; the host has the counts once `buffers.counted` has come.
+    ///
+    /// # Errors
+    /// If there is no memory or the driver fails.
+    pub fn count(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
+        let placement = self.forms.travel.placement;
+        let num_ranks = placement.num_ranks();
+        let num_slots = tokens.tokens.len() * tokens.num_topk;
+        let tiles = Tiles::of(tokens.tokens.len());
+        let num_words = SentCounts::num_words(placement);
+        if buffers.host_totals.len() != num_words {
+            buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
+            buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
+        }
+        grow(&mut buffers.send_tiles, 2 * num_ranks * tiles.num)?;
+        grow(&mut buffers.slot_token, num_slots)?;
+        grow(&mut buffers.slot_home, num_slots)?;
+        buffers.totals.fill_bytes(self.gpu.stream(), 0)?;
+        let args = self.dispatch_args(buffers, tokens)?;
+        let shared_bytes = COUNT_BYTES_PER_RANK * narrow(num_ranks);
+        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
+        self.launch(&self.count, shape, &args)?;
+        let num_columns = narrow(2 * num_ranks);
+        self.launch(&self.sum_sent, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), &args)?;
+        // SAFETY: `host_totals` is read when the mark has been waited for.
+        unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?;
+        self.gpu.move_mark(&mut buffers.counted)
+    }
+
+    /// Packs what was counted into `buffers.packed`.
+    ///
+    /// # Errors
+    /// If there is no memory or the driver fails.
+    pub fn pack(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
+        let Travel { placement, .. } = self.forms.travel;
+        let num_topk = tokens.num_topk;
+        let row_bytes = self.forms.travel.layout(num_topk).row_bytes();
+        let num_tokens = tokens.tokens.len();
+        // As many as there can be: the host does not know how many there are.
+        grow(&mut buffers.packed, num_tokens * num_topk.min(placement.num_ranks()) * row_bytes)?;
+        grow(&mut buffers.home_rows, num_tokens * num_topk)?;
+        let args = self.dispatch_args(buffers, tokens)?;
+        let shared_bytes = PACK_BYTES_PER_SLOT * narrow(num_topk);
+        self.pack.allow_dynamic_shared(shared_bytes)?;
+        self.launch(&self.pack, LaunchShape { shared_bytes, ..self.one_by_one(num_tokens) }, &args)
+    }
+
+    fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
+        let Travel { placement, payload, mode, row_form } = self.forms.travel;
+        let DeviceTokens { values, ids, weights, tokens, num_topk } = tokens;
+        let of_tokens = |width: usize| tokens.start * width..tokens.end * width;
+        let tiles = Tiles::of(tokens.len());
+        Ok(DispatchArgs {
+            values: values.address_of(of_tokens(row_form.hidden))?,
+            ids: ids.address_of(of_tokens(*num_topk))?,
+            weights: weights.address_of(of_tokens(*num_topk))?,
+            totals: buffers.totals.address(),
+            tiles: buffers.send_tiles.address(),
+            slot_token: buffers.slot_token.address(),
+            slot_row: buffers.slot_home.address(),
+            packed: buffers.packed.address(),
+            home_rows: buffers.home_rows.address(),
+            counts: buffers.counts.address_of(0..2)?,
+            row_bytes: self.forms.travel.layout(*num_topk).row_bytes() as u64,
+            num_tokens: narrow(tokens.len()),
+            num_topk: narrow(*num_topk),
+            num_ranks: narrow(placement.num_ranks()),
+            num_experts: narrow(placement.num_experts()),
+            tile_tokens: narrow(tiles.tokens),
+            num_tiles: narrow(tiles.num),
+            per_slot: u32::from(mode == CombineMode::Slot),
+            input_scale: if let PayloadForm::Nvfp4 { input_scale } = payload { input_scale } else { 1.0 },
+        })
+    }
+
+    /// What has arrived into tokens and rows for experts.
+    ///
+    /// # Errors
+    /// If there is no memory or the driver fails.
+    pub fn unpack(&self, buffers: &mut Buffers, received: &ReceivedCounts, num_topk: usize) -> Result<(), GpuError> {
+        let Travel { placement, row_form, .. } = self.forms.travel;
+        let num_experts = placement.local_experts(self.rank).len();
+        let (num_tokens, num_rows) = (received.total_tokens(), received.total_rows());
+        let (num_slots, tiles) = (num_tokens * num_topk, Tiles::of(num_tokens));
+        grow(&mut buffers.expert_offsets, num_experts + 1)?;
+        grow(&mut buffers.receive_tiles, (num_experts + 1) * tiles.num)?;
+        grow(&mut buffers.tokens, num_tokens * row_form.hidden)?;
+        for of_slots in [&mut buffers.slot_place, &mut buffers.slot_order, &mut buffers.slot_row] {
+            grow(of_slots, num_slots)?;
+        }
+        grow(&mut buffers.weights, num_slots)?;
+        grow(&mut buffers.row_token, num_rows)?;
+        grow(&mut buffers.return_rows, num_rows)?;
+        let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
+        self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
+        let is_alone = placement.num_ranks() == 1;
+        let args = ReceiveArgs {
+            packed: if is_alone { buffers.packed.address() } else { buffers.arrived.address() },
+            expert_offsets: buffers.expert_offsets.address(),
+            tiles: buffers.receive_tiles.address(),
+            slot_place: buffers.slot_place.address(),
+            slot_order: buffers.slot_order.address(),
+            tokens: buffers.tokens.address(),
+            weights: buffers.weights.address(),
+            row_token: buffers.row_token.address(),
+            return_rows: buffers.return_rows.address(),
+            slot_row: buffers.slot_row.address(),
+            counts: buffers.counts.address_of(2..4)?,
+            row_bytes: self.forms.travel.layout(num_topk).row_bytes() as u64,
+            num_tokens: narrow(num_tokens),
+            num_topk: narrow(num_topk),
+            num_experts: narrow(num_experts),
+            tile_tokens: narrow(tiles.tokens),
+            num_tiles: narrow(tiles.num),
+            input_scale: self.forms.quantise.unwrap_or(1.0),
+        };
+        let shared_bytes = INDEX_BYTES_PER_EXPERT * args.num_experts;
+        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
+        self.launch(&self.index, shape, &args)?;
+        let num_columns = args.num_experts + 1;
+        let sums = LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS);
+        self.launch(&self.sum_received, sums, &args)?;
+        self.launch(&self.unpack, self.one_by_one(num_tokens), &args)
+    }
+
+    /// The computed `buffers.rows` into what goes back, `buffers.back`.
+    ///
+    /// # Errors
+    /// If there is no memory or the driver fails.
+    pub fn give_back(&self, buffers: &mut Buffers, received: &ReceivedCounts, num_topk: usize) -> Result<(), GpuError> {
+        let Travel { mode, row_form, .. } = self.forms.travel;
+        let (num_back, slot_row, num_topk) = match mode {
+            CombineMode::Slot => (received.total_rows(), &buffers.return_rows, 1),
+            CombineMode::Rank => (received.total_tokens(), &buffers.slot_row, num_topk),
+        };
+        grow(&mut buffers.back, num_back * row_form.form.row_bytes(row_form.hidden))?;
+        let args = CombineArgs {
+            rows: buffers.rows.address(),
+            slot_row: slot_row.address(),
+            weights: buffers.weights.address(),
+            out: buffers.back.address(),
+            num_tokens: num_back as u64,
+            num_topk: narrow(num_topk),
+            padding: 0,
+        };
+        self.launch(&self.give_back, self.one_by_one(num_back), &args)
+    }
+
+    /// Adds what came home into the rows of `tokens` in `out`, which it overwrites.
+    ///
+    /// # Errors
+    /// If `out` is too small or the driver fails.
+    pub fn add(
+        &self,
+        buffers: &Buffers,
+        tokens: &DeviceTokens<'_>,
+        out: &mut DeviceBuffer<f32>,
+    ) -> Result<(), GpuError> {
+        let Travel { placement, row_form, .. } = self.forms.travel;
+        let DeviceTokens { weights, tokens, num_topk, .. } = tokens;
+        let is_alone = placement.num_ranks() == 1;
+        let args = CombineArgs {
+            rows: if is_alone { buffers.back.address() } else { buffers.home.address() },
+            slot_row: buffers.home_rows.address(),
+            weights: weights.address_of(tokens.start * num_topk..tokens.end * num_topk)?,
+            out: out.address_of(tokens.start * row_form.hidden..tokens.end * row_form.hidden)?,
+            num_tokens: tokens.len() as u64,
+            num_topk: narrow(*num_topk),
+            padding: 0,
+        };
+        self.launch(&self.add, self.one_by_one(tokens.len()), &args)
+    }
+
+    /// A block a token, as many as the device has room for.
+    fn one_by_one(&self, num_tokens: usize) -> LaunchShape {
+        let most = self.gpu.device().facts().num_multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
+        LaunchShape::rows(narrow(num_tokens.min(most)), NUM_THREADS)
+    }
+
+    fn launch<A: NoUninit>(&self, function: &Function, shape: LaunchShape, args: &A) -> Result<(), GpuError> {
+        // SAFETY: `A` is the kernel's argument (sizes are asserted in its source). The addresses are those of buffers that
+        // were grown for this chunk's tokens, slots and rows in the stage that queues the kernel; they live in `Buffers` or
+        // with the caller, whose freeing waits for the device; and only this stream writes them.
+        Ok(unsafe { function.launch(self.gpu.stream(), &shape, args) }?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_all_tokens_and_are_few() {
+        for num_tokens in (0..3000).chain([8192, 300_000]) {
+            let tiles = Tiles::of(num_tokens);
+            assert!(tiles.num <= MAX_TILES && tiles.num * tiles.tokens >= num_tokens, "{num_tokens}: {tiles:?}");
+            assert!(num_tokens == 0 || (tiles.num - 1) * tiles.tokens < num_tokens, "{num_tokens}: {tiles:?}");
+        }
+    }
+}

@@ -1,0 +1,390 @@
+//! The device's dispatch and combine against the host's, bit for bit: one GPU plays every rank in turn, and this process
+//! carries between them. They need a GPU and NVRTC.
+
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
+
+use super::{Buffers, DeviceTokens, Forms, Stages};
+use crate::cuda::DeviceBuffer;
+use crate::dispatch::combine::{self, CombineMode, RowForm};
+use crate::dispatch::counts::{ReceivedCounts, SentCounts};
+use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
+use crate::dispatch::placement::Placement;
+use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
+use crate::dispatch::travel::Travel;
+use crate::gpu::{Gpu, Kernels, grow};
+use crate::ids::Rank;
+use crate::numerics::nvfp4::{self, QuantCounts};
+
+/// A layer's tokens over all ranks, and the forms that they travel in.
+#[derive(Debug, Clone)]
+struct World {
+    num_experts: usize,
+    num_topk: usize,
+    hidden: usize,
+    /// `[num_ranks]` tokens of each.
+    num_tokens: Vec<usize>,
+    seed: u64,
+    payload: PayloadForm,
+    quantise: Option<f32>,
+    mode: CombineMode,
+    form: CombineForm,
+}
+
+/// Tokens of one rank.
+struct Home {
+    values: Vec<f32>,
+    idx: Vec<i32>,
+    weights: Vec<f32>,
+}
+
+/// xorshift64*, so that a seed says everything.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % limit
+    }
+
+    /// Between -1 and 1, at 2^13 places times powers of two.
+    fn value(&mut self) -> f32 {
+        let place = f32::from(i16::try_from(self.below(16_385)).unwrap() - 8192) / 8192.0;
+        place * 2f32.powi(i32::try_from(self.below(9)).unwrap() - 4)
+    }
+}
+
+impl World {
+    fn placement(&self) -> Placement {
+        Placement::new(self.num_experts, self.num_tokens.len())
+    }
+
+    fn forms(&self) -> Forms {
+        let row_form = RowForm { hidden: self.hidden, form: self.form };
+        let travel = Travel { placement: self.placement(), payload: self.payload, mode: self.mode, row_form };
+        Forms { travel, quantise: self.quantise }
+    }
+
+    /// Skewed to the first experts; slots are masked or repeat an expert now and then, and some tokens go nowhere.
+    fn home(&self, rank: usize) -> Home {
+        let mut random = Random(self.seed * 1000 + rank as u64 + 1);
+        let num_tokens = self.num_tokens[rank];
+        let mut idx = Vec::new();
+        for _ in 0..num_tokens {
+            let goes_nowhere = random.below(10) == 0;
+            let reach = 1 + random.below(self.num_experts);
+            for _ in 0..self.num_topk {
+                let is_masked = goes_nowhere || random.below(8) == 0;
+                idx.push(if is_masked { -1 } else { i32::try_from(random.below(reach)).unwrap() });
+            }
+        }
+        let mut value = |bf16: bool| {
+            let value = random.value();
+            if bf16 { half::bf16::from_f32(value).to_f32() } else { value }
+        };
+        let is_bf16 = self.payload == PayloadForm::Bf16;
+        let values = (0..num_tokens * self.hidden).map(|_| value(is_bf16)).collect();
+        let weights = idx.iter().map(|_| value(false)).collect();
+        Home { values, idx, weights }
+    }
+}
+
+impl Home {
+    fn slots(&self, num_topk: usize) -> Slots<'_> {
+        Slots { num_topk, idx: &self.idx, weights: &self.weights }
+    }
+}
+
+/// What the host packs for every destination.
+fn pack(world: &World, home: &Home, plan: &DispatchPlan, layout: TokenLayout) -> (Vec<u8>, QuantCounts) {
+    let (placement, slots) = (world.placement(), home.slots(world.num_topk));
+    let mut bytes = vec![0; plan.tokens.len() * layout.row_bytes()];
+    let mut counts = QuantCounts::default();
+    let mut rows = bytes.chunks_exact_mut(layout.row_bytes());
+    for rank in 0..placement.num_ranks() {
+        for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
+            let here = slots.of(token as usize).map(|(expert, weight)| match expert.map(|e| placement.owner(e)) {
+                Some(owner) if owner.rank.index() == rank => (i32::try_from(owner.local_idx).unwrap(), weight),
+                _ => (NOT_HERE, 0.0),
+            });
+            counts += layout.encode(&home.values[token as usize * layout.hidden..][..layout.hidden], here, row);
+        }
+    }
+    (bytes, counts)
+}
+
+/// Runs of every source for `rank`, of what all ranks have packed.
+fn arriving(packed: &[Vec<u8>], counts: &[Vec<usize>], rank: usize, row_bytes: usize) -> Vec<u8> {
+    let run = |(bytes, counts): (&Vec<u8>, &Vec<usize>)| {
+        let start: usize = counts[..rank].iter().sum();
+        bytes[start * row_bytes..(start + counts[rank]) * row_bytes].to_vec()
+    };
+    packed.iter().zip(counts).flat_map(run).collect()
+}
+
+fn assert_same<T: PartialEq + std::fmt::Debug>(got: &[T], expected: &[T], width: usize, what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}: lengths");
+    if let Some(at) = got.iter().zip(expected).position(|(got, expected)| got != expected) {
+        let (row, column) = (at / width, at % width);
+        panic!("{what}: row {row}, column {column} is {:?}, expected {:?}", got[at], expected[at]);
+    }
+}
+
+struct Bench {
+    gpu: Gpu,
+    /// One rank's after the other: what one leaves behind must not show in the next.
+    buffers: Buffers,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let kernels = Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok());
+        let gpu = Gpu::open(0, &kernels).unwrap_or_else(|error| panic!("{error}"));
+        let buffers = Buffers::new(&gpu).unwrap();
+        Self { gpu, buffers }
+    }
+
+    fn on_device<T: bytemuck::Pod>(&self, values: &[T]) -> DeviceBuffer<T> {
+        DeviceBuffer::from_slice(self.gpu.stream(), values).unwrap()
+    }
+
+    fn first<T: bytemuck::Pod>(&self, buffer: &DeviceBuffer<T>, len: usize) -> Vec<T> {
+        let mut values = vec![T::zeroed(); len];
+        buffer.download_into(self.gpu.stream(), 0, &mut values).unwrap();
+        values
+    }
+
+    fn put(&self, buffer: &mut DeviceBuffer<u8>, bytes: &[u8]) {
+        grow(buffer, bytes.len()).unwrap();
+        buffer.upload(self.gpu.stream(), 0, bytes).unwrap();
+    }
+
+    /// Plays all ranks of `world`, holding every step to the host's.
+    fn play(&mut self, world: &World) {
+        let forms = world.forms();
+        let (placement, num_ranks) = (world.placement(), world.num_tokens.len());
+        let layout = forms.travel.layout(world.num_topk);
+        let row_bytes = layout.row_bytes();
+        let what = format!("{world:?}");
+        let stages: Vec<Stages> =
+            (0..num_ranks).map(|rank| Stages::new(&self.gpu, forms, Rank::from_index(rank)).unwrap()).collect();
+        let homes: Vec<Home> = (0..num_ranks).map(|rank| world.home(rank)).collect();
+        let plans: Vec<DispatchPlan> =
+            homes.iter().map(|home| DispatchPlan::new(placement, home.slots(world.num_topk))).collect();
+        let (mut packed, mut messages, mut counts, mut home_rows) = (vec![], vec![], vec![], vec![]);
+        for (rank, (home, plan)) in homes.iter().zip(&plans).enumerate() {
+            let what = format!("{what}, rank {rank} sends");
+            self.send(world, &stages[rank], home);
+            let sent = SentCounts::new(placement, &self.buffers.host_totals, (world.num_tokens[rank], world.num_topk));
+            let sent = sent.unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert_eq!(sent.num_tokens, plan.num_tokens_to(), "{what}: tokens");
+            assert_eq!(sent.num_slots, plan.num_slots, "{what}: slots");
+            let (expected, quantised) = pack(world, home, plan, layout);
+            let bytes = self.first(&self.buffers.packed, expected.len());
+            assert_same(&bytes, &expected, row_bytes, &what);
+            let found = self.first(&self.buffers.counts, 2);
+            assert_eq!(found, [quantised.num_saturated, quantised.num_zeroed], "{what}: block scales");
+            home_rows.push(self.first(&self.buffers.home_rows, home.idx.len()));
+            packed.push(bytes);
+            messages.push(sent.messages(placement));
+            counts.push(sent.num_tokens.clone());
+        }
+        let (mut back, mut back_counts) = (vec![], vec![]);
+        for (rank, stages) in stages.iter().enumerate() {
+            let what = format!("{what}, rank {rank} receives");
+            let received = received(&messages, placement, rank);
+            let arrived = arriving(&packed, &counts, rank, row_bytes);
+            back.push(self.receive(world, (stages, &received), &arrived, rank, &what));
+            back_counts.push(match world.mode {
+                CombineMode::Slot => received.num_rows,
+                CombineMode::Rank => received.num_tokens,
+            });
+        }
+        let return_bytes = world.form.row_bytes(world.hidden);
+        for rank in 0..num_ranks {
+            let what = format!("{what}, rank {rank} is home");
+            let bytes = arriving(&back, &back_counts, rank, return_bytes);
+            self.buffers.home_rows = self.on_device(&home_rows[rank]);
+            let got = self.add(world, (&stages[rank], &homes[rank]), &bytes);
+            let mut expected = vec![0.0; got.len()];
+            let mut rest = bytes.as_slice();
+            let runs: Vec<&[u8]> = (0..num_ranks)
+                .map(|source| {
+                    let (run, others) = rest.split_at(back_counts[source][rank] * return_bytes);
+                    rest = others;
+                    run
+                })
+                .collect();
+            let (slots, row_form) = (homes[rank].slots(world.num_topk), forms.travel.row_form);
+            match world.mode {
+                CombineMode::Slot => combine::add_slots(&runs, placement, slots, row_form, &mut expected),
+                CombineMode::Rank => combine::add_sums(&runs, &plans[rank], row_form, &mut expected),
+            }
+            let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|value| value.to_bits()).collect() };
+            assert_same(&bits(&got), &bits(&expected), world.hidden, &what);
+        }
+    }
+
+    fn send(&mut self, world: &World, stages: &Stages, home: &Home) {
+        let (values, ids, weights) =
+            (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
+        let num_tokens = home.idx.len() / world.num_topk;
+        let (values, ids, weights) = (&values, &ids, &weights);
+        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk };
+        self.buffers.poison(&self.gpu).unwrap();
+        self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
+        stages.count(&mut self.buffers, &tokens).unwrap();
+        stages.pack(&mut self.buffers, &tokens).unwrap();
+        self.gpu.stream().synchronise().unwrap();
+    }
+
+    /// Unpacks what `rank` receives, makes up its experts' rows, and gives back.
+    fn receive(
+        &mut self,
+        world: &World,
+        (stages, received): (&Stages, &ReceivedCounts),
+        arrived: &[u8],
+        rank: usize,
+        what: &str,
+    ) -> Vec<u8> {
+        let (forms, hidden, num_topk) = (world.forms(), world.hidden, world.num_topk);
+        let layout = forms.travel.layout(num_topk);
+        let rows = || arrived.chunks_exact(layout.row_bytes());
+        self.buffers.poison(&self.gpu).unwrap();
+        self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
+        let is_alone = world.num_tokens.len() == 1;
+        let mut target = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
+        self.put(&mut target, arrived);
+        *(if is_alone { &mut self.buffers.packed } else { &mut self.buffers.arrived }) = target;
+        stages.unpack(&mut self.buffers, received, num_topk).unwrap();
+
+        let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
+        let weights: Vec<f32> = rows().flat_map(|row| layout.weights(row)).collect();
+        let num_experts = world.placement().local_experts(Rank::from_index(rank)).len();
+        let plan = ComputePlan::new(num_experts, num_topk, &local_idx);
+        assert_eq!(received.expert_offsets, plan.expert_offsets, "{what}: offsets");
+        assert_same(&self.first(&self.buffers.row_token, plan.num_rows()), &plan.row_token, 1, what);
+        assert_same(&self.first(&self.buffers.return_rows, plan.num_rows()), &plan.return_rows, 1, what);
+        let mut quantised = QuantCounts::default();
+        let mut tokens: Vec<u16> = Vec::new();
+        for row in rows() {
+            let mut values = vec![0.0; hidden];
+            layout.decode_values(row, &mut values);
+            if let Some(input_scale) = world.quantise {
+                let before = values.clone();
+                quantised += nvfp4::quantise_unscaled(&before, input_scale, &mut values);
+            }
+            tokens.extend(values.iter().map(|value| half::bf16::from_f32(*value).to_bits()));
+        }
+        assert_same(&self.first(&self.buffers.tokens, tokens.len()), &tokens, hidden, what);
+        let found = &self.first(&self.buffers.counts, 4)[2..];
+        assert_eq!(found, [quantised.num_saturated, quantised.num_zeroed], "{what}: block scales");
+
+        let mut random = Random(world.seed + 77 + rank as u64);
+        let rows: Vec<f32> = (0..plan.num_rows() * hidden).map(|_| random.value()).collect();
+        self.buffers.rows = self.on_device(&rows);
+        stages.give_back(&mut self.buffers, received, num_topk).unwrap();
+        let hosted = local_idx.iter().zip(&weights).filter(|(id, _)| **id != NOT_HERE);
+        let hosted_weights: Vec<f32> = hosted.map(|(_, weight)| *weight).collect();
+        let row_form = forms.travel.row_form;
+        let expected = match world.mode {
+            CombineMode::Slot => combine::return_slots(&rows, &plan, row_form),
+            CombineMode::Rank => combine::return_sums(&rows, &plan, &hosted_weights, row_form),
+        };
+        let back = self.first(&self.buffers.back, expected.len());
+        assert_same(&back, &expected, world.form.row_bytes(hidden), &format!("{what}, gives back"));
+        back
+    }
+
+    fn add(&mut self, world: &World, (stages, home): (&Stages, &Home), bytes: &[u8]) -> Vec<f32> {
+        let (values, ids, weights) =
+            (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
+        let num_tokens = home.idx.len() / world.num_topk;
+        let (values, ids, weights) = (&values, &ids, &weights);
+        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk };
+        let mut target = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
+        self.put(&mut target, bytes);
+        *(if world.num_tokens.len() == 1 { &mut self.buffers.back } else { &mut self.buffers.home }) = target;
+        let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);
+        stages.add(&self.buffers, &tokens, &mut out).unwrap();
+        out.download(self.gpu.stream()).unwrap()
+    }
+}
+
+/// What all ranks tell `rank`.
+fn received(messages: &[Vec<u32>], placement: Placement, rank: usize) -> ReceivedCounts {
+    let told: Vec<u32> = messages
+        .iter()
+        .flat_map(|message| {
+            let before: usize =
+                (0..rank).map(|other| crate::dispatch::counts::message_len(placement, Rank::from_index(other))).sum();
+            message[before..][..crate::dispatch::counts::message_len(placement, Rank::from_index(rank))].to_vec()
+        })
+        .collect();
+    ReceivedCounts::new(placement.local_experts(Rank::from_index(rank)).len(), &told)
+}
+
+const SCALE: f32 = 0.01;
+
+/// Every form of tokens and rows.
+fn all_forms() -> Vec<(PayloadForm, Option<f32>, CombineMode, CombineForm)> {
+    let nvfp4 = PayloadForm::Nvfp4 { input_scale: SCALE };
+    vec![
+        (PayloadForm::F32, None, CombineMode::Slot, CombineForm::F32),
+        (PayloadForm::F32, Some(SCALE), CombineMode::Rank, CombineForm::Bf16),
+        (PayloadForm::Bf16, None, CombineMode::Rank, CombineForm::F32),
+        (PayloadForm::Bf16, Some(SCALE), CombineMode::Slot, CombineForm::Bf16),
+        (nvfp4, None, CombineMode::Slot, CombineForm::F32),
+        (nvfp4, None, CombineMode::Rank, CombineForm::Bf16),
+    ]
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_ranks_1_to_16_pack_and_combine_like_the_host() {
+    let mut bench = Bench::new();
+    for (payload, quantise, mode, form) in all_forms() {
+        for num_tokens in [vec![37], vec![5, 64], vec![0, 9, 1], vec![33; 8], (0..16).map(|rank| rank * 3).collect()] {
+            for (num_experts, num_topk, hidden) in [(7, 3, 48), (61, 8, 256), (5, 40, 16)] {
+                let (num_tokens, seed) = (num_tokens.clone(), num_experts as u64);
+                let world = World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form };
+                bench.play(&world);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_random_worlds_pack_and_combine_like_the_host() {
+    let mut bench = Bench::new();
+    let mut runner = TestRunner::deterministic();
+    let forms = all_forms();
+    // Few widths: each has its own kernels.
+    let worlds = (1usize..40, 1usize..12, proptest::bool::ANY, prop_tokens(), 0u64..1000, 0..forms.len());
+    for _ in 0..60 {
+        let (num_experts, num_topk, is_wide, num_tokens, seed, form) =
+            worlds.new_tree(&mut runner).expect("a world").current();
+        let (payload, quantise, mode, form) = forms[form];
+        let hidden = if is_wide { 144 } else { 16 };
+        bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form });
+    }
+}
+
+fn prop_tokens() -> impl Strategy<Value = Vec<usize>> {
+    proptest::collection::vec(0usize..90, 1..17)
+}
+
+/// More tokens than tiles of the smallest size, and experts than threads of a block.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_many_tokens_pack_and_combine_like_the_host() {
+    let mut bench = Bench::new();
+    for num_tokens in [vec![5000], vec![3000, 2500]] {
+        let (payload, quantise, mode, form) = all_forms()[0];
+        let (num_experts, num_topk, hidden, seed) = (896, 16, 64, 3);
+        bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form });
+    }
+}

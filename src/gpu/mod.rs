@@ -1,0 +1,179 @@
+//! The GPU that a rank drives in a session: one device, one stream for all work of its layers, and its kernels.
+//!
+//! Everything that a layer does on the device goes into this stream: what is queued later sees what was queued before, and
+//! nothing has to be waited for in between. Knows nothing of layers, experts or tokens.
+
+mod error;
+mod modules;
+mod staging;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytemuck::Pod;
+
+pub use error::GpuError;
+pub use modules::Kernels;
+
+use crate::cuda::{Device, DeviceBuffer, Event, Function, Module, Stream};
+use crate::jit::{Arch, KernelRequest};
+use crate::world::World;
+use modules::Modules;
+use staging::Ring;
+
+/// A rank's GPU. Copies of it are the same one.
+#[derive(Clone)]
+pub struct Gpu(Arc<Inner>);
+
+struct Inner {
+    arch: Arch,
+    stream: Stream,
+    modules: Modules,
+    ring: Mutex<Ring>,
+    num_waits: AtomicU64,
+}
+
+/// A place in the stream that a rank can wait for.
+#[derive(Debug)]
+pub struct Mark {
+    event: Event,
+    /// What was staged before it.
+    staged: u64,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gpu").field("device", self.device()).finish_non_exhaustive()
+    }
+}
+
+impl Gpu {
+    /// Opens the device that this process sees as `ordinal`.
+    ///
+    /// # Errors
+    /// If there is no such device, no kernel is made for it, or there is no compiler where `kernels` wants one.
+    pub fn open(ordinal: u32, kernels: &Kernels) -> Result<Self, GpuError> {
+        let device = Device::open(ordinal)?;
+        let facts = device.facts();
+        let none = || GpuError::Capability { name: facts.name.clone(), found: facts.compute_capability.to_string() };
+        let arch = Arch::of(facts.compute_capability).ok_or_else(none)?;
+        let stream = Stream::new(&device)?;
+        let ring = Mutex::new(Ring::new(&device)?);
+        let modules = Modules::new(kernels)?;
+        Ok(Self(Arc::new(Inner { arch, stream, modules, ring, num_waits: AtomicU64::new(0) })))
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.0.stream.device()
+    }
+
+    /// The stream of all work.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.0.stream
+    }
+
+    /// What kernels are compiled for.
+    #[must_use]
+    pub fn arch(&self) -> Arch {
+        self.0.arch
+    }
+
+    /// A kernel's module, loaded if it is not there yet: layers of one shape share it.
+    ///
+    /// # Errors
+    /// If it was not prepared, does not compile, or does not load.
+    pub fn module(&self, request: KernelRequest) -> Result<Module, GpuError> {
+        self.0.modules.get(self.device(), request)
+    }
+
+    /// A kernel by its name, of a module as [`Gpu::module`] gives it, that may take `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// As [`Gpu::module`], or if a block can't have so much.
+    pub fn function(&self, request: KernelRequest, name: &str, shared_bytes: u32) -> Result<Function, GpuError> {
+        let function = self.module(request)?.function(name)?;
+        function.allow_dynamic_shared(shared_bytes)?;
+        Ok(function)
+    }
+
+    /// Copies a small table to the elements from `start` on, behind what is queued, and does not wait: it is read from a
+    /// copy of the table.
+    ///
+    /// # Errors
+    /// If it reaches beyond the end, or the driver fails.
+    pub fn upload<T: Pod>(&self, target: &mut DeviceBuffer<T>, start: usize, table: &[T]) -> Result<(), GpuError> {
+        let mut ring = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        if !ring.has_room(size_of_val(table)) {
+            // Rarely: whoever marks and waits makes room.
+            self.count_wait();
+            self.stream().synchronise()?;
+            ring.empty(self.device(), size_of_val(table))?;
+        }
+        let staged = ring.write(table);
+        // SAFETY: the ring overwrites what lies there when a mark behind this copy has been waited for, and no earlier.
+        unsafe { target.upload_pinned(self.stream(), start, staged) }?;
+        Ok(())
+    }
+
+    /// A mark behind all that is queued.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn mark(&self) -> Result<Mark, GpuError> {
+        let mut mark = Mark { event: Event::new(self.device())?, staged: 0 };
+        self.move_mark(&mut mark)?;
+        Ok(mark)
+    }
+
+    /// Moves a mark behind all that is queued now.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn move_mark(&self, mark: &mut Mark) -> Result<(), GpuError> {
+        mark.staged = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner).head();
+        Ok(mark.event.record(self.stream())?)
+    }
+
+    /// Waits until the device has come to a mark, under the limit of the phase: the work before it may wait for peers.
+    ///
+    /// # Errors
+    /// If something that was queued before it failed.
+    pub fn wait(&self, world: &World, operation: &str, mark: &Mark) -> Result<(), GpuError> {
+        self.count_wait();
+        world.poll(operation, || match mark.event.is_done() {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(())),
+            Err(error) => Some(Err(error)),
+        })?;
+        self.0.ring.lock().unwrap_or_else(PoisonError::into_inner).release(mark.staged);
+        Ok(())
+    }
+
+    /// How often this rank has waited for its device.
+    #[must_use]
+    pub fn num_waits(&self) -> u64 {
+        self.0.num_waits.load(Ordering::Relaxed)
+    }
+
+    /// Counts a wait that is made elsewhere, such as that of a download.
+    pub fn count_wait(&self) {
+        self.0.num_waits.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Makes room for `len` values; what the buffer holds is lost if it grows. Work that uses it is ended first.
+///
+/// # Errors
+/// If they do not fit.
+pub fn grow<T: Pod>(buffer: &mut DeviceBuffer<T>, len: usize) -> Result<(), GpuError> {
+    if buffer.len() < len {
+        let device = buffer.device().clone();
+        // The old one goes first: two would not always fit.
+        *buffer = DeviceBuffer::uninitialised(&device, 0)?;
+        *buffer = DeviceBuffer::uninitialised(&device, len)?;
+    }
+    Ok(())
+}
