@@ -93,7 +93,7 @@ pub struct RankLayer {
     pub rows_per_expert: Vec<u64>,
     /// Chunks of the dispatch.
     pub chunks: u64,
-    /// Times that its host waited for its device on the way of tokens and rows.
+    /// Waits of its host for its device.
     pub device_waits: u64,
     /// Batches that each tactic computed, of a backend that has several.
     pub tactics: Vec<(String, u64)>,
@@ -437,8 +437,8 @@ pub(super) mod tests {
             "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
-                "fc1_input": quant, "fc2_input": quant,
-                "slots": 1, "num_not_finite": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
+                "fc1_input": quant, "fc2_input": quant, "slots": 1, "num_not_finite": 0,
+                "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
             }],
             "launches": launched.iter().map(|identity| serde_json::json!({
                 "layer": 3, "part": "routed", "identity": identity, "rows": 1, "calls": 1,
