@@ -12,6 +12,7 @@ use crate::backend::cuda::{Around, AroundBuffers, DenseTools};
 use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::capacity::Capacity;
+use crate::fault::{Action, Stage};
 use crate::gpu::grow;
 use crate::world::World;
 
@@ -82,6 +83,13 @@ impl MoeLayer {
         let Memory { buffers, routed, up, shared, marks } = &mut *memory;
         let (hidden, latent) = (self.geometry.hidden, self.geometry.expert_hidden);
         let num_tokens = input.hidden.len() / hidden;
+
+        if world.has_fault(Stage::Experts, &Action::Poison) {
+            buffers.poison(tools)?;
+            [&mut *routed, &mut *up, &mut *shared]
+                .into_iter()
+                .try_for_each(|buffer| buffer.fill_bytes(stream, 0xff))?;
+        }
 
         // Choose experts
         buffers.upload(tools, input.hidden, hidden)?;

@@ -80,6 +80,21 @@ impl AroundBuffers {
         })
     }
 
+    /// Overwrites all that a step writes, so that what is read before it is written shows.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn poison(&mut self, tools: &DenseTools) -> Result<(), BackendError> {
+        let stream = tools.gpu().stream();
+        for buffer in [&mut self.hidden, &mut self.normed, &mut self.quantised] {
+            buffer.fill_bytes(stream, 0xff)?;
+        }
+        for buffer in [&mut self.plain, &mut self.logits, &mut self.weights, &mut self.latent] {
+            buffer.fill_bytes(stream, 0xff)?;
+        }
+        Ok(self.ids.fill_bytes(stream, 0xff)?)
+    }
+
     /// Uploads hidden states `[num_tokens, hidden]`, once for all that read them. Where all are bf16 values they travel as
     /// such; else f32 ones are kept exactly for the router, as three parts, of which everything else reads the first: the
     /// values rounded.
