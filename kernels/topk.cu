@@ -10,7 +10,6 @@
 //   WEIGHT                  0 the score, 1 softmax over the chosen logits, 2 score / (sum + epsilon) * scaling,
 //                           3 sigmoid of the logit
 //   EPSILON_BITS, SCALING_BITS   f32, of WEIGHT 2
-//   HAS_BIAS                1: a bias takes part in the choice
 //   NUM_GROUPS, TOPK_GROUP  groups of experts, and how many of them are kept; equal: no limit
 
 #include "base.cuh"
@@ -18,13 +17,13 @@
 static_assert(NUM_TOPK >= 1 && NUM_TOPK <= 32 && NUM_TOPK <= NUM_EXPERTS, "a lane holds a slot");
 static_assert(NUM_EXPERTS % NUM_GROUPS == 0 && TOPK_GROUP <= NUM_GROUPS, "groups are of one size");
 
-/// The kernel's argument.
+/// The kernel's argument; mirrored by `TopkArgs` in src/jit/kernels/topk.rs.
 struct TopkArgs {
     /// `[num_tokens, NUM_EXPERTS]`
     const float* logits;
-    /// `[NUM_EXPERTS]`
+    /// `[NUM_EXPERTS]` what takes part in the choice; null: nothing.
     const float* bias;
-    /// `[num_tokens, NUM_TOPK]` experts, -1 where there is none.
+    /// `[num_tokens, NUM_TOPK]` experts.
     int* idx;
     /// `[num_tokens, NUM_TOPK]`
     float* weights;
@@ -102,7 +101,8 @@ DEVICE bool score_row(const float* logits, const float* bias, Scores& row) {
         if (SCORE == 3) score = sqrt(fmax(x, 0.0) + log1p(exp(-fabs(x))));
         if (row.logit[j] != row.logit[j]) score = x;
         row.score[j] = static_cast<float>(score);
-        const float chosen_by = HAS_BIAS && expert < NUM_EXPERTS ? __fadd_rn(row.score[j], bias[expert]) : row.score[j];
+        const bool is_biased = bias != nullptr && expert < NUM_EXPERTS;
+        const float chosen_by = is_biased ? __fadd_rn(row.score[j], bias[expert]) : row.score[j];
         row.key[j] = expert < NUM_EXPERTS ? key(chosen_by, expert) : 0;
     }
     return true;
@@ -223,8 +223,10 @@ extern "C" __global__ void __launch_bounds__(256) select_topk(const __grid_const
         u32 slot = 0;
         for (u32 other = 0; other < NUM_TOPK; ++other) slot += __shfl_sync(kAllLanes, mine, other) > mine;
         if (lane < NUM_TOPK) {
-            args.idx[token * NUM_TOPK + slot] = has_slots ? static_cast<int>(expert) : -1;
-            args.weights[token * NUM_TOPK + slot] = has_slots ? weight : 0.0f;
+            // Nothing to choose: the first experts, which weigh nothing.
+            const u32 at = has_slots ? slot : lane;
+            args.idx[token * NUM_TOPK + at] = static_cast<int>(has_slots ? expert : lane);
+            args.weights[token * NUM_TOPK + at] = has_slots ? weight : 0.0f;
         }
     }
 }

@@ -190,6 +190,12 @@ impl EnvVars {
         self.ours("LOCKSTEP_NCCL").filter(|path| !path.is_empty())
     }
 
+    /// `LOCKSTEP_CUBLASLT`: what multiplies dense matrices on GPUs, by its library or the directory that this lies in.
+    #[must_use]
+    pub fn cublaslt(&self) -> Option<&str> {
+        self.ours("LOCKSTEP_CUBLASLT").filter(|path| !path.is_empty())
+    }
+
     /// `LOCKSTEP_NVRTC`: the compiler of kernels, by its library or the directory that this lies in.
     #[must_use]
     pub fn nvrtc(&self) -> Option<&str> {

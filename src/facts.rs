@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::backend::Isa;
-use crate::cuda::{DeviceFacts, Devices};
+use crate::cuda::{DeviceFacts, Devices, blas};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::fault::{Action, Stage};
@@ -48,7 +48,7 @@ impl Classify for FactsError {
 
 /// The environment of this rank. `wanted`: no better instruction set than this; absent: the machine's best.
 ///
-/// A rank's GPU is looked for where a driver is loaded, and NVRTC and NCCL where there is a GPU.
+/// A rank's GPU is looked for where a driver is loaded, and NVRTC, NCCL and cublasLt where there is a GPU.
 ///
 /// # Errors
 /// If the machine lacks `wanted`.
@@ -88,14 +88,16 @@ pub fn machine(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Mach
         ("cores".to_owned(), env.available_parallelism.to_string()),
         ("ranks_on_host".to_owned(), world.local_size().to_string()),
     ]);
-    let nccl = match &gpu {
+    let (nccl, cublaslt) = match &gpu {
         Some(facts) => {
             info.insert("gpu_ordinal".to_owned(), facts.ordinal.to_string());
             let (nccl, found) = nccl(env);
             info.insert("nccl".to_owned(), found);
-            nccl
+            let (cublaslt, found) = cublaslt(env);
+            info.insert("cublaslt".to_owned(), found);
+            (nccl, cublaslt)
         }
-        None => Fact::Unknown,
+        None => (Fact::Unknown, Fact::Unknown),
     };
     let gpu_ordinal = gpu.as_ref().map_or(0, |facts| facts.ordinal);
     let gpu = gpu.map_or(Fact::Absent, |facts| {
@@ -107,7 +109,7 @@ pub fn machine(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Mach
         host: Some(host),
         instruction_set: Fact::Present(instruction_set(isa)),
         gpu,
-        libraries: Libraries { mpi, driver, nccl, nvrtc },
+        libraries: Libraries { mpi, driver, nccl, nvrtc, cublaslt },
         // No implementation of this build is opt-in.
         flags: Some(BTreeSet::new()),
         variables,
@@ -136,6 +138,14 @@ fn pretend<'a>(environment: &mut Environment, faults: impl Iterator<Item = &'a A
 /// NCCL's version, and where it was found or why it was not. One that lacks functions is of no use: absent.
 fn nccl(env: &EnvVars) -> (Fact<String>, String) {
     match nccl::Library::load(env.nccl()) {
+        Ok(library) => (Fact::Present(library.version()), library.found_as().to_owned()),
+        Err(error) => (Fact::Absent, error.to_string()),
+    }
+}
+
+/// cublasLt's, likewise.
+fn cublaslt(env: &EnvVars) -> (Fact<String>, String) {
+    match blas::Library::load(env.cublaslt()) {
         Ok(library) => (Fact::Present(library.version()), library.found_as().to_owned()),
         Err(error) => (Fact::Absent, error.to_string()),
     }

@@ -10,6 +10,7 @@ pub mod simd;
 use std::sync::Arc;
 
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
+use crate::cuda::blas::BlasError;
 use crate::cuda::{CudaError, DeviceBuffer};
 use crate::exit::{Classify, Exit};
 use crate::gpu::{Gpu, GpuError};
@@ -314,6 +315,9 @@ pub enum BackendError {
     /// The GPU or its driver.
     #[error(transparent)]
     Cuda(Box<CudaError>),
+    /// What multiplies dense matrices.
+    #[error(transparent)]
+    Blas(Box<BlasError>),
     /// The session's GPU or its kernels.
     #[error(transparent)]
     Gpu(Box<GpuError>),
@@ -373,6 +377,12 @@ impl From<CudaError> for BackendError {
     }
 }
 
+impl From<BlasError> for BackendError {
+    fn from(error: BlasError) -> Self {
+        Self::Blas(Box::new(error))
+    }
+}
+
 impl From<GpuError> for BackendError {
     fn from(error: GpuError) -> Self {
         Self::Gpu(Box::new(error))
@@ -386,6 +396,7 @@ impl Classify for BackendError {
                 Exit::Environment
             }
             Self::Cuda(error) => error.exit(),
+            Self::Blas(error) => error.exit(),
             Self::Gpu(error) => error.exit(),
             Self::Pack { source, .. } => source.exit(),
             Self::Rows { .. } => Exit::WrongResult,

@@ -94,7 +94,7 @@ pub(super) fn cache_dir(effective: &Effective, env: &EnvVars) -> Option<String> 
 /// A column of the table: its head, and what it says of a rank.
 type Column = (&'static str, fn(&Environment) -> String);
 
-const COLUMNS: [Column; 9] = [
+const COLUMNS: [Column; 10] = [
     ("host", |rank| rank.host.clone().unwrap_or_default()),
     ("cores", |rank| info(rank, "cores")),
     ("CPU", |rank| rank.instruction_set.to_string()),
@@ -103,6 +103,7 @@ const COLUMNS: [Column; 9] = [
     ("driver", |rank| rank.libraries.driver.to_string()),
     ("NCCL", |rank| rank.libraries.nccl.to_string()),
     ("NVRTC", |rank| rank.libraries.nvrtc.to_string()),
+    ("cublasLt", |rank| rank.libraries.cublaslt.to_string()),
     ("cache", |rank| {
         let note = if info(rank, "cache_writable") == "yes" { "" } else { " (cannot be written)" };
         format!("{}{note}", info(rank, "cache_dir"))

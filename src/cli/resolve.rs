@@ -18,7 +18,7 @@ use crate::exit::{Classify, Exit};
 use crate::ids::LayerIdx;
 use crate::layer::plan::{self, Asked};
 use crate::layer::{LayerError, Part};
-use crate::model::ModelError;
+use crate::model::{ModelError, MoeGeometry};
 use crate::sample::SampleSpec;
 use crate::select::environment::EnvironmentError;
 use crate::select::fingerprint::FingerprintError;
@@ -206,6 +206,14 @@ pub(super) fn layers(
     let plans = plan::plan(&checkpoint, &Asked { layers, deployment, input_is_bf16: true, part: Part::Block })?;
     let kept = plans.iter().filter(|plan| plan.decision.kept_unquantised).map(|plan| plan.problem.layer.0).collect();
     Ok((plans.into_iter().map(|plan| (plan.problem, plan.decision)).collect(), kept))
+}
+
+/// The geometry that the layers share.
+pub(super) fn geometry(model: &str) -> Result<MoeGeometry, ResolveCommandError> {
+    match Model::open(model)? {
+        Model::Checkpoint(checkpoint) => Ok(checkpoint.model().geometry.clone()),
+        Model::Geometry(geometry) => Ok(SampleSpec::of(geometry).model()?.geometry),
+    }
 }
 
 fn of_geometry(

@@ -23,6 +23,7 @@ use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::jit::cache::{Cache, Place};
 use crate::jit::{Arch, KernelRequest, ParseArchError, PrepareSettings, Prepared, kernels, prepare};
+use crate::model::MoeGeometry;
 use crate::report::new_table;
 use crate::world::World;
 
@@ -116,7 +117,8 @@ pub fn command(args: &WarmupArgs, env: &EnvVars) -> Result<Exit, Failure> {
         world.agree(LogSettings::new(args.log, env, &effective).start().map_err(StartError::from))?;
         let deployment = &effective.deployment;
         let (layers, _) = world.agree(resolve::layers(&args.model, &args.layers, deployment))?;
-        let requests = requests(&layers, deployment.moe.batch_invariant, &world.agree(archs(args))?);
+        let geometry = world.agree(resolve::geometry(&args.model))?;
+        let requests = requests((&geometry, &layers), deployment.moe.batch_invariant, &world.agree(archs(args))?);
         let requests = world.agree(named(requests, &args.kernels))?;
         let mut cache = open_cache(world, &effective, env, args.into);
         let settings = PrepareSettings {
@@ -149,12 +151,17 @@ fn archs(args: &WarmupArgs) -> Result<Vec<Arch>, WarmupError> {
     if archs.is_empty() { Err(WarmupError::NoArch { driver }) } else { Ok(archs) }
 }
 
-fn requests(layers: &[ModelLayer], batch_invariant: bool, archs: &[Arch]) -> Vec<KernelRequest> {
+fn requests(
+    (geometry, layers): (&MoeGeometry, &[ModelLayer]),
+    batch_invariant: bool,
+    archs: &[Arch],
+) -> Vec<KernelRequest> {
     let of_layer = |(problem, decision): &ModelLayer| {
         let requests = |&arch| kernels::for_layer(problem, decision, batch_invariant, arch);
         archs.iter().flat_map(requests).collect::<Vec<_>>()
     };
-    layers.iter().flat_map(of_layer).collect()
+    let around = archs.iter().flat_map(|&arch| kernels::around(geometry, arch));
+    layers.iter().flat_map(of_layer).chain(around).collect()
 }
 
 /// Those that `--kernels` names; all if it names none.

@@ -101,6 +101,8 @@ pub struct Started {
     pub jit: JitOptions,
     /// NCCL, or the directory that it lies in; absent: where the loader finds it.
     pub nccl: Option<String>,
+    /// cublasLt, likewise.
+    pub cublaslt: Option<String>,
     /// What this rank is.
     pub environment: Environment,
 }
@@ -221,7 +223,8 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     let cache_dir = cache_dir(&effective, env).map(Into::into);
     let jit = JitOptions { cache_dir, nvrtc: env.nvrtc().map(str::to_owned) };
     let nccl = env.nccl().map(str::to_owned);
-    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, nccl, environment }))
+    let cublaslt = env.cublaslt().map(str::to_owned);
+    Ok(Some(Started { effective, num_threads, gpu_ordinal, jit, nccl, cublaslt, environment }))
 }
 
 /// Says on its own rank, with the host, that a driver shows it no GPU: selection knows ranks alone.

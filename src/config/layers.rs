@@ -9,8 +9,15 @@ use super::{Activations, Deployment, Payload, walk};
 use crate::near::nearest;
 
 /// Variables that Lockstep reads and that are no key of a deployment.
-const OTHER_VARIABLES: [&str; 6] =
-    ["LOCKSTEP_LOG", "LOCKSTEP_THREADS", "LOCKSTEP_FAULT", "LOCKSTEP_LAUNCHER", "LOCKSTEP_NCCL", "LOCKSTEP_NVRTC"];
+const OTHER_VARIABLES: [&str; 7] = [
+    "LOCKSTEP_CUBLASLT",
+    "LOCKSTEP_LOG",
+    "LOCKSTEP_THREADS",
+    "LOCKSTEP_FAULT",
+    "LOCKSTEP_LAUNCHER",
+    "LOCKSTEP_NCCL",
+    "LOCKSTEP_NVRTC",
+];
 
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]

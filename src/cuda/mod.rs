@@ -1,4 +1,4 @@
-//! The door to the CUDA driver: the only place that names `cudarc`.
+//! The door to the CUDA driver: the only place that names `cudarc`. Beside it lies cublasLt ([`blas`]).
 //!
 //! The driver is loaded when somebody asks for it, never linked: a machine without one, or with one that lacks a function
 //! used here, is a fact ([`Devices::probe`]) and not a panic. What is here is what kernels need and no more: a device, its
@@ -7,6 +7,7 @@
 //!
 //! *Invariant:* a call makes the device's context current first, so that any thread may make it.
 
+pub mod blas;
 mod buffer;
 mod device;
 mod error;

@@ -6,8 +6,9 @@ use std::time::Duration;
 use crate::backend::cuda::family;
 use crate::gpu::Kernels;
 use crate::jit::cache::{Cache, Place};
-use crate::jit::kernels::{Chooser, products, travel};
+use crate::jit::kernels::{Chooser, TopkVariant, around, products, travel};
 use crate::jit::{Arch, KernelRequest, PrepareSettings};
+use crate::model::MoeGeometry;
 use crate::world::World;
 
 use super::LayerError;
@@ -22,14 +23,14 @@ use super::session::SessionOptions;
 pub(super) fn prepare(
     world: &World,
     options: &SessionOptions<'_>,
-    plans: &[LayerPlan],
+    (geometry, plans): (&MoeGeometry, &[LayerPlan]),
     selected: &mut Selected,
 ) -> Result<Kernels, LayerError> {
     let deployment = &options.deployment;
     if selected.selection.techniques().into_iter().all(|technique| family(technique).is_none()) {
         return Ok(Kernels::default());
     }
-    let requests = world.agree(requests(options, plans, selected))?;
+    let requests = world.agree(requests(options, (geometry, plans), selected))?;
     let host = world.host().to_owned();
     let place = Place::Rank { host, local_rank: world.local_rank(), layout: deployment.jit.layout };
     let mut cache = Cache::open(options.jit.cache_dir.as_deref(), &place);
@@ -50,7 +51,7 @@ pub(super) fn prepare(
 
 fn requests(
     options: &SessionOptions<'_>,
-    plans: &[LayerPlan],
+    (geometry, plans): (&MoeGeometry, &[LayerPlan]),
     selected: &Selected,
 ) -> Result<Vec<KernelRequest>, LayerError> {
     let capability = options.environment.gpu.present().map(|gpu| gpu.compute_capability);
@@ -60,8 +61,15 @@ fn requests(
         // Selection has seen to it that a rank of a GPU technique has a GPU that kernels are made for.
         let (Some(family), Some(arch)) = (family(technique), capability.and_then(Arch::of)) else { continue };
         let chooser = Chooser { family, batch_invariant: options.deployment.moe.batch_invariant };
+        requests.extend(around(geometry, arch));
         requests.extend(travel(&plan.problem, &plan.decision, arch));
         requests.extend(products(&plan.problem, plan.decision.activation, chooser, arch));
     }
     Ok(requests)
+}
+
+/// Whether the router's kernel takes as many experts and slots; else the host routes, and what surrounds the routed experts
+/// stays there.
+pub(super) fn routes_on_device(geometry: &MoeGeometry) -> bool {
+    TopkVariant::of(geometry).is_some()
 }

@@ -1,7 +1,10 @@
 //! A layer's weights from the checkpoint into a backend: this rank's experts, and the parts that every rank holds.
 
-use crate::backend::{Backend, BackendError, Experts, ExpertsSpec};
-use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
+use std::sync::Arc;
+
+use crate::backend::cuda::{Around, AroundSpec, AroundTensors, DenseTools};
+use crate::backend::{Backend, BackendError, Experts, ExpertsSpec, Linear};
+use crate::checkpoint::tensors::{ExpertTensors, LatentTensors, Projection, ProjectionData, RouterTensors};
 use crate::checkpoint::{Checkpoint, LayerManifest, LayerScales};
 use crate::ids::{ExpertIdx, Rank};
 use crate::model::{LatentGeometry, MoeGeometry};
@@ -15,6 +18,8 @@ use crate::dispatch::placement::Placement;
 pub(super) struct Loaded {
     pub router: Router,
     pub latent: Option<Latent>,
+    /// Router and latent projections on the device, which `router` and `latent` then lack.
+    pub around: Option<Around>,
     pub shared: Option<Shared>,
     pub experts: Box<dyn Experts>,
     /// The largest FC1 `input_scale` of this rank's experts; 0 where it has none.
@@ -26,6 +31,8 @@ pub(super) struct Loaded {
 pub(super) struct Loader<'a> {
     pub checkpoint: &'a Checkpoint,
     pub backend: &'a dyn Backend,
+    /// Computes dense projections on a device, where experts are on one and it can.
+    pub dense: Option<&'a Arc<DenseTools>>,
     pub placement: Placement,
     pub rank: Rank,
     /// A row's bits may not depend on the number of rows.
@@ -39,18 +46,24 @@ impl Loader<'_> {
     pub fn load(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Loaded, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
         let (experts, largest_input_scale) = self.experts(manifest, decision)?;
-        let router = self.router(manifest)?;
-        let latent = match &geometry.latent {
-            Some(latent) => self.latent(manifest, *latent)?,
+        let (router, latent) = (self.checkpoint.read_router(manifest)?, self.checkpoint.read_latent(manifest)?);
+        let latent = geometry.latent.zip(latent);
+        let around = match self.dense {
+            Some(tools) => {
+                let tensors = AroundTensors { router: &router, latent: latent.as_ref().map(|(_, latent)| latent) };
+                Some(self.prepare(manifest, Around::new(tools, around_spec(geometry), tensors))?)
+            }
             None => None,
         };
+        let router = self.router(manifest, router)?;
+        let latent = latent.map(|(geometry, tensors)| self.latent(manifest, geometry, tensors)).transpose()?;
         let shared = self.shared(manifest, decision)?;
-        let linears = latent.as_ref().map_or(0, |latent| latent.down.weight_bytes() + latent.up.weight_bytes());
+        let linears = [&router.gate].into_iter().chain(latent.iter().flat_map(|latent| [&latent.down, &latent.up]));
         let weight_bytes = experts.weight_bytes()
-            + router.gate.weight_bytes()
-            + linears
+            + linears.flatten().map(|linear| linear.weight_bytes()).sum::<u64>()
+            + around.as_ref().map_or(0, Around::weight_bytes)
             + shared.as_ref().map_or(0, |shared| shared.experts.weight_bytes());
-        Ok(Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes })
+        Ok(Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes })
     }
 
     fn experts(
@@ -82,11 +95,10 @@ impl Loader<'_> {
         Ok((self.prepare(manifest, builder.finish())?, largest))
     }
 
-    fn router(&self, manifest: &LayerManifest) -> Result<Router, LayerError> {
+    fn router(&self, manifest: &LayerManifest, tensors: RouterTensors) -> Result<Router, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
-        let tensors = self.checkpoint.read_router(manifest)?;
         Ok(Router {
-            gate: self.prepare(manifest, self.backend.linear(&tensors.weight))?,
+            gate: self.linear(manifest, &tensors.weight)?,
             bias: tensors.bias,
             method: geometry.routing,
             num_experts: geometry.num_experts,
@@ -95,17 +107,28 @@ impl Loader<'_> {
         })
     }
 
-    fn latent(&self, manifest: &LayerManifest, latent: LatentGeometry) -> Result<Option<Latent>, LayerError> {
+    fn latent(
+        &self,
+        manifest: &LayerManifest,
+        latent: LatentGeometry,
+        tensors: LatentTensors,
+    ) -> Result<Latent, LayerError> {
         let MoeGeometry { hidden, expert_hidden, .. } = self.checkpoint.model().geometry;
-        let Some(tensors) = self.checkpoint.read_latent(manifest)? else { return Ok(None) };
-        let norm = tensors.norm.zip(latent.norm_eps).map(|(weight, eps)| Norm { weight, eps });
-        Ok(Some(Latent {
-            down: self.prepare(manifest, self.backend.linear(&tensors.down))?,
-            up: self.prepare(manifest, self.backend.linear(&tensors.up))?,
-            norm,
+        Ok(Latent {
+            down: self.linear(manifest, &tensors.down)?,
+            up: self.linear(manifest, &tensors.up)?,
+            norm: tensors.norm.zip(latent.norm_eps).map(|(weight, eps)| Norm { weight, eps }),
             hidden,
             latent: expert_hidden,
-        }))
+        })
+    }
+
+    /// A projection for the host; none where the device computes it.
+    fn linear(&self, manifest: &LayerManifest, weight: &Projection) -> Result<Option<Box<dyn Linear>>, LayerError> {
+        match self.dense {
+            Some(_) => Ok(None),
+            None => self.prepare(manifest, self.backend.linear(weight)).map(Some),
+        }
     }
 
     fn shared(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Option<Shared>, LayerError> {
@@ -118,7 +141,8 @@ impl Loader<'_> {
             intermediate: tensors.gate.out_features,
             activation: decision.activation,
             quantise_activations,
-            batch_invariant: self.batch_invariant,
+            // Its rows are this rank's own tokens: their number is no ground for another order of sums.
+            batch_invariant: true,
         };
         let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
         self.prepare(manifest, builder.push(&tensors))?;
@@ -132,6 +156,16 @@ impl Loader<'_> {
             checkpoint: self.checkpoint.dir().to_owned(),
             source,
         })
+    }
+}
+
+fn around_spec(geometry: &MoeGeometry) -> AroundSpec {
+    AroundSpec {
+        method: geometry.routing,
+        num_experts: geometry.num_experts,
+        num_topk: geometry.num_topk,
+        hidden: geometry.hidden,
+        norm_eps: geometry.latent.and_then(|latent| latent.norm_eps),
     }
 }
 

@@ -1,6 +1,7 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
 pub mod agreement;
+mod block;
 mod carriers;
 mod device;
 mod kernels;
@@ -41,6 +42,7 @@ pub use session::{JitOptions, Session, SessionOptions};
 pub use spans::{Span, Work};
 pub use stats::{LayerStats, PhaseTimes};
 
+use block::DeviceBlock;
 use device::DeviceRoute;
 use parts::{Latent, Router, Shared};
 
@@ -162,6 +164,8 @@ pub struct MoeLayer {
     carrier: Transport,
     /// How they travel where they lie on a GPU; absent: on hosts.
     device: Option<DeviceRoute>,
+    /// What surrounds the routed experts, where that lies on a GPU too.
+    block: Option<DeviceBlock>,
     weight_bytes: u64,
     /// What all ranks run, by rows of an expert.
     tactics: [Tactic; RowBucket::NUM],
@@ -226,6 +230,12 @@ impl MoeLayer {
         self.carrier
     }
 
+    /// Its dense projections by name, and what computes each; none where hosts do.
+    #[must_use]
+    pub fn dense(&self) -> Vec<(&'static str, String)> {
+        self.block.as_ref().map(|block| block.around.computed_by()).unwrap_or_default()
+    }
+
     /// Runs the layer on this rank's tokens; collective.
     ///
     /// `input.topk` must be valid ([`TopK::validate`]) and every rank must pass the same part and step.
@@ -240,8 +250,13 @@ impl MoeLayer {
         input: &LayerInput<'_>,
     ) -> Result<LayerOutput, LayerError> {
         let mut stats = LayerStats::new(self.travel.placement.local_experts(world.rank()).len());
+<<<<<<< HEAD
         if input.record_spans {
             stats.times.record_spans();
+=======
+        if let Some(on_device) = self.device.as_ref().zip(self.block.as_ref()) {
+            return self.forward_on_device(on_device, (world, capacity), input, stats);
+>>>>>>> 6d1252b (Keep a whole layer on the GPU, from hidden states to output)
         }
         if input.part == Part::Shared {
             let values = self.shared_rows(input.hidden, &mut stats)?;

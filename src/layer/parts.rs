@@ -30,7 +30,8 @@ impl Part {
 
 /// Hidden states to top-k.
 pub(super) struct Router {
-    pub gate: Box<dyn Linear>,
+    /// Absent where the device routes.
+    pub gate: Option<Box<dyn Linear>>,
     pub bias: Option<Vec<f32>>,
     pub method: RoutingMethod,
     pub num_experts: usize,
@@ -42,18 +43,24 @@ impl Router {
     /// Logits in fp32, then the model's method.
     pub fn route(&self, hidden: &[f32]) -> Result<TopK, RoutingError> {
         let mut logits = vec![0f32; hidden.len() / self.hidden * self.num_experts];
-        self.gate.forward(hidden, &mut logits);
+        on_host(&self.gate).forward(hidden, &mut logits);
         routing::route(self.method, self.num_experts, self.num_topk, &logits, self.bias.as_deref())
     }
 }
 
 /// Kimi K3's projections around the routed experts.
 pub(super) struct Latent {
-    pub down: Box<dyn Linear>,
-    pub up: Box<dyn Linear>,
+    /// Absent where the device projects.
+    pub down: Option<Box<dyn Linear>>,
+    /// Likewise.
+    pub up: Option<Box<dyn Linear>>,
     pub norm: Option<Norm>,
     pub hidden: usize,
     pub latent: usize,
+}
+
+fn on_host(linear: &Option<Box<dyn Linear>>) -> &dyn Linear {
+    linear.as_deref().unwrap_or_else(|| unreachable!("a layer whose dense parts lie on the device runs them there"))
 }
 
 /// RMS norm: `x * weight / sqrt(mean(x^2) + eps)`.
@@ -66,7 +73,7 @@ impl Latent {
     /// `[num_tokens, hidden]` to `[num_tokens, latent]`, fp32.
     pub fn down(&self, hidden: &[f32]) -> Vec<f32> {
         let mut latent = vec![0f32; hidden.len() / self.hidden * self.latent];
-        self.down.forward(hidden, &mut latent);
+        on_host(&self.down).forward(hidden, &mut latent);
         latent
     }
 
@@ -76,7 +83,7 @@ impl Latent {
             sums.chunks_exact_mut(self.latent).for_each(|row| norm.apply(row));
         }
         let mut hidden = vec![0f32; sums.len() / self.latent * self.hidden];
-        self.up.forward(&sums, &mut hidden);
+        on_host(&self.up).forward(&sums, &mut hidden);
         hidden
     }
 }

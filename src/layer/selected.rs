@@ -205,6 +205,9 @@ fn add_layouts(fields: &mut SessionBuilder, selection: &Selection) {
 
 /// What every rank has of a layer: its experts' own scales are with their ranks alone.
 fn add_loaded(fields: &mut SessionBuilder, layer: &MoeLayer) {
+    for (projection, by) in layer.dense() {
+        fields.layout(&format!("{projection}_of_layer_{}", layer.decision.layer.0), by);
+    }
     let mut of_layer = fields.layer(layer.decision.layer);
     of_layer.travel("carrier", layer.carrier.name());
     of_layer.scale("fc1_input", layer.input_scale);

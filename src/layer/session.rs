@@ -6,6 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::backend::cuda::{DenseBy, DenseTools};
 use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::{Deployment, Transport};
@@ -24,6 +25,7 @@ use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
+use super::block::{BlockMemory, DeviceBlock};
 use super::carriers::Carriers;
 use super::device::OnGpu;
 use super::kernels;
@@ -49,6 +51,8 @@ pub struct SessionOptions<'a> {
     pub jit: JitOptions,
     /// NCCL, or the directory that it lies in; absent: where the loader finds it.
     pub nccl: Option<String>,
+    /// cublasLt, likewise.
+    pub cublaslt: Option<String>,
     /// What this rank is, from which all ranks select.
     pub environment: Environment,
     /// The hidden states are bf16 values.
@@ -112,7 +116,7 @@ impl Session {
         let capacity = capacity_of(deployment);
         let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
         let buffers = plan_buffers(world, &geometry, &plans, tokens_at_once);
-        let kernels = kernels::prepare(world, options, &plans, &mut selected)?;
+        let kernels = kernels::prepare(world, options, (&geometry, &plans), &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
         world.begin("building its kernels");
@@ -121,7 +125,15 @@ impl Session {
         let carriers = Carriers::build(world, (options, gpu.as_ref()), &selected.selection)?;
         world.enter(load);
         let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
-        let held = Held { backends: &backends, carriers: &carriers, on_gpu: on_gpu.as_ref(), placement };
+        let dense = gpu.as_ref().filter(|_| kernels::routes_on_device(&geometry));
+        let dense = world.agree(dense.map(|gpu| Dense::new(gpu, options)).transpose())?;
+        let held = Held {
+            backends: &backends,
+            carriers: &carriers,
+            on_gpu: on_gpu.as_ref(),
+            dense: dense.as_ref(),
+            placement,
+        };
         let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
         let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
@@ -300,14 +312,38 @@ struct Held<'a> {
     backends: &'a Backends,
     carriers: &'a Carriers,
     on_gpu: Option<&'a OnGpu>,
+    dense: Option<&'a Dense>,
     placement: Placement,
+}
+
+/// What computes dense projections on a session's GPU, and the memory for it.
+struct Dense {
+    tools: Arc<DenseTools>,
+    memory: BlockMemory,
+}
+
+impl Dense {
+    fn new(gpu: &Gpu, options: &SessionOptions<'_>) -> Result<Self, BackendError> {
+        let deployment = &options.deployment;
+        // All ranks have found the same version, or none would be here.
+        let has_library = options.environment.libraries.cublaslt.present().is_some();
+        let by = if has_library && !deployment.moe.batch_invariant {
+            let num_rows = capacity_of(deployment).max_tokens_at_once();
+            DenseBy::Cublaslt { setting: options.cublaslt.clone(), num_rows }
+        } else {
+            DenseBy::Kernels
+        };
+        let tools = Arc::new(DenseTools::new(gpu, &by)?);
+        let memory = BlockMemory::new(&tools)?;
+        Ok(Self { tools, memory })
+    }
 }
 
 /// Loads layer by layer; a fault on one rank ends all before the next layer.
 fn load_layers(
     world: &World,
     (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
-    &Held { backends, carriers, on_gpu, placement }: &Held<'_>,
+    &Held { backends, carriers, on_gpu, dense, placement }: &Held<'_>,
     (plans, selected): (&[LayerPlan], &Selected),
 ) -> Result<Vec<MoeLayer>, LayerError> {
     let geometry = &checkpoint.model().geometry;
@@ -328,7 +364,9 @@ fn load_layers(
         let backend = backend.ok_or_else(|| BackendError::Technique { technique: technique.to_owned() })?;
         let batch_invariant = options.deployment.moe.batch_invariant;
         let rank = world.rank();
-        let loader = Loader { checkpoint, backend, placement, rank, batch_invariant, progress: &progress };
+        let is_on_gpu = backend::cuda::family(technique).is_some();
+        let dense = dense.filter(|_| is_on_gpu).map(|dense| &dense.tools);
+        let loader = Loader { checkpoint, backend, dense, placement, rank, batch_invariant, progress: &progress };
         Ok((loader.load(&found.manifest, &plan.decision)?, layer_selection.clone()))
     };
     let mut layers = Vec::new();
@@ -336,7 +374,7 @@ fn load_layers(
         let decision = &plan.decision;
         world.begin(format!("loading {} of {}", plan.problem.layer, checkpoint.dir().display()));
         let (loaded, selected) = world.agree::<_, LayerError>(load(plan))?;
-        let Loaded { router, latent, shared, experts, largest_input_scale, weight_bytes } = loaded;
+        let Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes } = loaded;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
         let travel = Travel {
@@ -353,6 +391,7 @@ fn load_layers(
             on_gpu.route(forms, world.rank(), carrier)
         };
         let device = world.agree(on_gpu.zip(carrier).map(route).transpose())?;
+        let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));
         layers.push(MoeLayer {
             decision: *decision,
             selected,
@@ -365,6 +404,7 @@ fn load_layers(
             travel,
             carrier: carried_by,
             device,
+            block,
             weight_bytes,
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });

@@ -227,6 +227,8 @@ pub struct DecidedLayer {
     pub combine_dtype: String,
     /// The identities that may compute: the winner first.
     pub identities: Vec<String>,
+    /// What computes dense projections on GPUs, each by its name; empty where hosts do.
+    pub dense: Vec<String>,
     /// Why the winner.
     pub why: String,
 }
@@ -453,6 +455,7 @@ pub(super) mod tests {
             payload: "bf16".to_owned(),
             combine: "slot".to_owned(),
             combine_dtype: "f32".to_owned(),
+            dense: Vec::new(),
             identities: ["nvfp4", "none"].map(|quant| format!("lockstep.simd.grouped_gemm.{quant}")).to_vec(),
             why: "preferred by backend auto".to_owned(),
         };

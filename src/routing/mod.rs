@@ -27,7 +27,7 @@ mod scores;
 mod select;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use error::RoutingError;
 
@@ -90,11 +90,30 @@ impl RoutingMethod {
         matches!(self, Self::DeepseekV3 { .. } | Self::KimiK3 { .. } | Self::DeepseekV4 { .. } | Self::MinimaxM2)
     }
 
-    /// What the normalised weights are multiplied by.
-    const fn scaling(self) -> f32 {
+    /// What the normalised weights are multiplied by; 1 where nothing is.
+    #[must_use]
+    pub const fn scaling(self) -> f32 {
         match self {
             Self::DeepseekV3 { scaling, .. } | Self::KimiK3 { scaling } | Self::DeepseekV4 { scaling } => scaling,
             _ => 1.0,
+        }
+    }
+
+    /// What keeps the weights' normaliser from zero; 0 where nothing does.
+    #[must_use]
+    pub const fn epsilon(self) -> f64 {
+        match self {
+            Self::DeepseekV3 { .. } | Self::KimiK3 { .. } => 1e-20,
+            _ => 0.0,
+        }
+    }
+
+    /// The number of groups of experts and how many of them are kept, where the method limits them.
+    #[must_use]
+    pub const fn group_limit(self) -> Option<(usize, usize)> {
+        match self.groups() {
+            Some(Groups { num_groups, topk_group }) => Some((num_groups, topk_group)),
+            None => None,
         }
     }
 

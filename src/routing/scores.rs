@@ -5,9 +5,6 @@
 
 use super::{RoutingMethod, Slot};
 
-/// Keeps the normaliser of DeepSeek-V3's router from zero.
-const EPSILON: f64 = 1e-20;
-
 /// Which function of a logit its score is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Score {
@@ -99,9 +96,7 @@ impl Scorer {
                 push_normalised(slots, chosen, exp, Normaliser { epsilon: 0.0, scaling: 1.0 });
             }
             method => {
-                let is_v3 = matches!(method, RoutingMethod::DeepseekV3 { .. } | RoutingMethod::KimiK3 { .. });
-                let epsilon = if is_v3 { EPSILON } else { 0.0 };
-                let normaliser = Normaliser { epsilon, scaling: f64::from(method.scaling()) };
+                let normaliser = Normaliser { epsilon: method.epsilon(), scaling: f64::from(method.scaling()) };
                 push_normalised(slots, chosen, |expert| f64::from(self.scores[expert]), normaliser);
             }
         }

@@ -17,7 +17,7 @@ fn all_methods() -> [RoutingMethod; 8] {
 }
 
 /// The method of a set of the expected file, with the scaling and groups of its metadata.
-fn method_of(set: &str) -> RoutingMethod {
+pub(crate) fn method_of(set: &str) -> RoutingMethod {
     let scaling = || {
         #[expect(clippy::cast_possible_truncation, reason = "written from an f32")]
         let scaling = fixtures::metadata(fixtures::ROUTING, "scaling")[set].as_f64().unwrap() as f32;

@@ -31,7 +31,9 @@ pub use environment::{Environment, InstructionSet};
 pub use fingerprint::{Digest, Fingerprint};
 pub use format::{FormatError, check_format};
 pub use identity::{Identity, Part, Quant};
-pub use problem::{ActivationForm, Problem, ProblemError, Quantisation, RoutingKind, SharedProblem, WeightFormat};
+pub use problem::{
+    ActivationForm, Members, Problem, ProblemError, Quantisation, RoutingKind, SharedProblem, WeightFormat,
+};
 pub use query::{Query, QueryError};
 pub use ranks::RankSet;
 pub use refusal::{Assumption, Reason, Refusal};

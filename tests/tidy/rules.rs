@@ -33,7 +33,7 @@ const DOORS: &[Door] = &[
     Door {
         rule: "loading libraries",
         words: &["libloading"],
-        keepers: &["src/cuda/library.rs", "src/jit/nvrtc/", "src/nccl/library.rs"],
+        keepers: &["src/cuda/library.rs", "src/cuda/blas/library.rs", "src/jit/nvrtc/", "src/nccl/library.rs"],
     },
     Door {
         rule: "printing",
@@ -54,6 +54,10 @@ const UNSAFE_FILES: &[&str] = &[
     "src/dispatch/staged.rs",
     "src/dispatch/device/",
     "src/backend/cuda/programs.rs",
+    "src/backend/cuda/around.rs",
+    "src/backend/cuda/around/buffers.rs",
+    "src/backend/cuda/dense.rs",
+    "src/backend/cuda/topk.rs",
     "src/backend/cuda/experts.rs",
     "src/backend/cuda/evidence.rs",
 ];

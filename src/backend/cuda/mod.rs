@@ -1,12 +1,15 @@
 //! Experts on an NVIDIA GPU: `mma_sync`, which any since Ampere runs, and `wgmma` for Hopper.
 //!
-//! A batch lies on the device, or comes from the host and rows go back to it. Dense projections (router, latent) run on the
-//! host's cores.
+//! A batch lies on the device, or comes from the host and rows go back to it. Router and latent projections lie beside the
+//! experts ([`Around`]); [`Backend::linear`] serves the layers whose router stays on the host's cores.
 
+mod around;
+mod dense;
 mod evidence;
 mod experts;
 pub mod pack;
 mod programs;
+mod topk;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
@@ -18,7 +21,10 @@ use crate::cuda::Stream;
 use crate::gpu;
 use crate::jit::Arch;
 use crate::jit::kernels::Family;
+pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
+pub use dense::{DenseBy, DenseTools};
 use programs::Programs;
+pub use topk::{Selector, TopkBuffers};
 use workspace::Workspace;
 
 /// The technique of the kernels that run on any GPU since Ampere.

@@ -45,6 +45,9 @@ pub enum PackError {
         "the weights are stored as f32, and GPU kernels multiply bf16 or NVFP4: store them as bf16, or run this layer on a CPU backend"
     )]
     F32,
+    /// NVFP4 where no checkpoint has it.
+    #[error("a dense projection is stored as NVFP4; store it as bf16 or f32")]
+    Dense,
     /// A scale that is no number.
     #[error("the scale of row {row}, block {block} is NaN: calibrate and export again")]
     NanScale {

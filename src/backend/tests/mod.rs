@@ -7,6 +7,7 @@ mod bits;
 mod cases;
 mod fixtures;
 mod gpu;
+mod gpu_dense;
 mod mutations;
 mod oracle;
 mod refusals;

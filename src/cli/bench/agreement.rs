@@ -100,6 +100,7 @@ impl Questions {
             gpu_ordinal: 0,
             jit: JitOptions::default(),
             nccl: None,
+            cublaslt: None,
             environment: environment.clone(),
             input_is_bf16: true,
             part: Part::Block,

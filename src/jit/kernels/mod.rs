@@ -1,20 +1,25 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
+mod dense;
 pub mod dispatch;
 pub mod grouped_gemm;
 mod probes;
 mod quantise;
 mod schedule;
+mod topk;
 
+pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
 pub use schedule::{Chooser, Family};
+pub use topk::{TopkArgs, TopkVariant};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
 use crate::dispatch::travel::{combine_form, payload_form};
+use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
-use crate::select::{LayerDecision, Problem, Quant};
+use crate::select::{LayerDecision, Members, Problem, Quant};
 use dispatch::TravelKernels;
 use grouped_gemm::{GatherTokens, GroupedGemm, Schedule, Weights};
 
@@ -22,8 +27,10 @@ use grouped_gemm::{GatherTokens, GroupedGemm, Schedule, Weights};
 #[must_use]
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
+    let products = DenseProduct::ALL.map(|product| product.request(arch));
+    let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
     let others = probes::all(arch).into_iter().chain(grouped_gemm::all(arch)).chain(dispatch::all(arch));
-    quantise.into_iter().chain(others).collect()
+    quantise.into_iter().chain(others).chain(around).collect()
 }
 
 /// The kernels that a layer may need on an architecture: they follow from the layer alone, so that their number does not
@@ -39,6 +46,14 @@ pub fn for_layer(problem: &Problem, decision: &LayerDecision, batch_invariant: b
     let products = choosers.flat_map(|chooser| products(problem, decision.activation, chooser, arch));
     let variants = variants.iter().map(|variant| variant.request(arch));
     variants.chain(travel(problem, decision, arch)).chain(products).collect()
+}
+
+/// The kernels of what surrounds a layer's routed experts; none where the host computes that.
+#[must_use]
+pub fn around(geometry: &MoeGeometry, arch: Arch) -> Vec<KernelRequest> {
+    let Some(topk) = TopkVariant::of(geometry) else { return Vec::new() };
+    let products = DenseProduct::ALL.map(|product| product.request(arch));
+    products.into_iter().chain([DenseKernels.request(arch), topk.request(arch)]).collect()
 }
 
 /// The kernels that bring a layer's tokens to its experts and rows back.
@@ -67,7 +82,9 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
         let Some(quant) = group.quant else { continue };
         let weights = if quant == Quant::None { Weights::Bf16 } else { Weights::Nvfp4 };
         let gemm = GroupedGemm { hidden, intermediate, activation, weights, quantise: quant == Quant::Nvfp4 };
-        let schedules = chooser.all(&gemm);
+        // A rank's own tokens are the shared experts' rows: their number is no ground for another order of sums.
+        let batch_invariant = chooser.batch_invariant || group.members == Members::Shared;
+        let schedules = Chooser { batch_invariant, ..chooser }.all(&gemm);
         if schedules.iter().any(|schedule| matches!(schedule, Schedule::Wgmma { .. })) {
             requests.push(GatherTokens { hidden }.request(arch));
         }

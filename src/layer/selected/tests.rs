@@ -42,6 +42,7 @@ impl Made {
         let mut rank = host(InstructionSet::Avx2);
         rank.libraries.nccl = Fact::Present("2.28.3".to_owned());
         rank.libraries.nvrtc = Fact::Present("13.0.88".to_owned());
+        rank.libraries.cublaslt = Fact::Present("13.0.2".to_owned());
         rank.variables.insert("NCCL_ALGO".to_owned(), "Ring".to_owned());
         Self {
             build: ["0.1.0", "abc", "x86_64-unknown-linux-gnu", "release"].map(str::to_owned),
@@ -75,6 +76,7 @@ impl Made {
             gpu_ordinal: 0,
             jit: JitOptions::default(),
             nccl: None,
+            cublaslt: None,
             environment: environments[0].clone(),
             input_is_bf16,
             part,
@@ -103,8 +105,15 @@ fn load(
 ) -> MoeLayer {
     let backend = backend::build("reference", &Machine::default()).expect("the reference runs anywhere");
     let placement = Placement::new(geometry.num_experts, num_ranks);
-    let loader =
-        Loader { checkpoint, backend: &*backend, placement, rank: Rank(0), batch_invariant: false, progress: &|| {} };
+    let loader = Loader {
+        checkpoint,
+        backend: &*backend,
+        dense: None,
+        placement,
+        rank: Rank(0),
+        batch_invariant: false,
+        progress: &|| {},
+    };
     let decision: LayerDecision = plan.decision;
     let loaded = loader.load(&plan.manifest, &decision).expect("loads");
     MoeLayer {
@@ -124,6 +133,7 @@ fn load(
         },
         carrier: Transport::Host,
         device: None,
+        block: None,
         tactics: [Tactic::UNTUNED; RowBucket::NUM],
         weight_bytes: loaded.weight_bytes,
     }
@@ -158,6 +168,7 @@ fn changes() -> Vec<(&'static str, &'static str, Change)> {
         ("profile of the build", "build.profile", |m| m.build[3] = "debug".to_owned()),
         ("NCCL", "versions.nccl", |m| m.environments[0].libraries.nccl = Fact::Present("2.28.9".to_owned())),
         ("NVRTC", "versions.nvrtc", |m| m.environments[0].libraries.nvrtc = Fact::Absent),
+        ("cublasLt", "versions.cublaslt", |m| m.environments[0].libraries.cublaslt = Fact::Absent),
         ("a variable", "variables.*", |m| {
             m.environments[0].variables.insert("NCCL_ALGO".to_owned(), "Tree".to_owned());
         }),

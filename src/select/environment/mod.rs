@@ -65,6 +65,9 @@ pub struct Libraries {
     /// The run-time compiler.
     #[serde(default, skip_serializing_if = "Fact::is_unknown")]
     pub nvrtc: Fact<String>,
+    /// cublasLt.
+    #[serde(default, skip_serializing_if = "Fact::is_unknown")]
+    pub cublaslt: Fact<String>,
 }
 
 impl Libraries {
@@ -76,6 +79,7 @@ impl Libraries {
             Library::Driver => &self.driver,
             Library::Nccl => &self.nccl,
             Library::Nvrtc => &self.nvrtc,
+            Library::Cublaslt => &self.cublaslt,
         }
     }
 
@@ -86,6 +90,7 @@ impl Libraries {
             Library::Driver => &mut self.driver,
             Library::Nccl => &mut self.nccl,
             Library::Nvrtc => &mut self.nvrtc,
+            Library::Cublaslt => &mut self.cublaslt,
         }
     }
 }

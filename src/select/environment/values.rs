@@ -158,11 +158,13 @@ pub enum Library {
     Nccl,
     /// The run-time compiler.
     Nvrtc,
+    /// Dense products on GPUs.
+    Cublaslt,
 }
 
 impl Library {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Mpi, Self::Driver, Self::Nccl, Self::Nvrtc];
+    pub const ALL: [Self; 5] = [Self::Mpi, Self::Driver, Self::Nccl, Self::Nvrtc, Self::Cublaslt];
 
     /// The name in files.
     #[must_use]
@@ -172,16 +174,17 @@ impl Library {
             Self::Driver => "driver",
             Self::Nccl => "nccl",
             Self::Nvrtc => "nvrtc",
+            Self::Cublaslt => "cublaslt",
         }
     }
 
     /// Whether another version may give other bits, or can't work together: then ranks must have the same.
     ///
-    /// The compiler makes the code that runs. NCCL moves bytes only, but its communicators want one version. MPI moves
+    /// The compiler makes the code that runs, and cublasLt brings its own. NCCL moves bytes only, but its communicators want one version. MPI moves
     /// bytes between versions that its launcher has matched; the driver loads finished machine code.
     #[must_use]
     pub const fn must_match(self) -> bool {
-        matches!(self, Self::Nccl | Self::Nvrtc)
+        matches!(self, Self::Nccl | Self::Nvrtc | Self::Cublaslt)
     }
 }
 
@@ -192,6 +195,7 @@ impl fmt::Display for Library {
             Self::Driver => "the GPU driver",
             Self::Nccl => "NCCL",
             Self::Nvrtc => "NVRTC",
+            Self::Cublaslt => "cublasLt",
         })
     }
 }

@@ -111,6 +111,7 @@ fn gpu_rank(name: &str, compute_capability: (u32, u32), instruction_set: Instruc
             driver: Fact::Present("580.65.06".to_owned()),
             nccl: Fact::Present("2.28.3".to_owned()),
             nvrtc: Fact::Present("13.0.88".to_owned()),
+            cublaslt: Fact::Present("13.0.2".to_owned()),
         },
         flags: Some(BTreeSet::new()),
         ..Environment::default()
@@ -142,6 +143,7 @@ pub(crate) fn host(instruction_set: InstructionSet) -> Environment {
             driver: Fact::Absent,
             nccl: Fact::Absent,
             nvrtc: Fact::Absent,
+            cublaslt: Fact::Absent,
         },
         flags: Some(BTreeSet::new()),
         ..Environment::default()

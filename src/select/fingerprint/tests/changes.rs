@@ -284,6 +284,9 @@ fn of_ranks() -> Vec<Single> {
         single("this rank's NVRTC", &["environment.nvrtc", "versions.nvrtc"], |i| {
             i.environments[0].libraries.nvrtc = Fact::Present("13.1".to_owned());
         }),
+        single("this rank's cublasLt", &["versions.cublaslt"], |i| {
+            i.environments[0].libraries.cublaslt = Fact::Present("13.1.0".to_owned());
+        }),
         single("flag of a rank", &["environment.flags.*"], |i| {
             i.environments[3].flags = Some(["LOCKSTEP_EAGER".to_owned()].into());
         }),

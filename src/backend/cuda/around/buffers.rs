@@ -1,0 +1,226 @@
+//! Memory of the device and of the host for what surrounds routed experts, and the ways between the two.
+
+use rayon::prelude::*;
+
+use super::super::dense::{DenseRows, DenseTools, upper_half};
+use super::BackendError;
+use crate::cuda::{Device, DeviceBuffer, Event, PinnedBuffer};
+use crate::gpu::grow;
+use crate::numerics::nvfp4::QuantCounts;
+use crate::routing::TopK;
+
+/// What layers of a session have on the device in a step, one after the other; it grows as steps need it.
+pub struct AroundBuffers {
+    pub(super) num_tokens: usize,
+    /// bf16 `[num_parts, num_tokens, hidden]`: one part, or three that hold all bits of f32 values.
+    pub(super) hidden: DeviceBuffer<u16>,
+    pub(super) num_parts: usize,
+    /// f32 `[num_tokens, hidden]`
+    pub(super) plain: DeviceBuffer<f32>,
+    pub(super) has_plain: bool,
+    pub(super) logits: DeviceBuffer<f32>,
+    pub(super) num_topk: usize,
+    pub(super) ids: DeviceBuffer<i32>,
+    pub(super) weights: DeviceBuffer<f32>,
+    /// f32 `[num_tokens, latent]`
+    pub(super) latent: DeviceBuffer<f32>,
+    /// bf16 `[num_tokens, latent]`, normed
+    pub(super) normed: DeviceBuffer<u16>,
+    /// bf16 `[num_tokens, hidden]` through NVFP4
+    pub(super) quantised: DeviceBuffer<u16>,
+    /// 0, 1, 2, ...: the token of each of the shared experts' rows
+    pub(super) row_token: DeviceBuffer<u32>,
+    /// `[2]` block scales that saturated and that became 0
+    pub(super) counts: DeviceBuffer<u64>,
+    host: Host,
+}
+
+/// The host's side of copies that it does not wait for.
+struct Host {
+    bf16: PinnedBuffer<u16>,
+    f32: PinnedBuffer<f32>,
+    ids: PinnedBuffer<i32>,
+    weights: PinnedBuffer<f32>,
+    counts: PinnedBuffer<u64>,
+    /// Behind the copies to the device.
+    uploaded: Event,
+}
+
+impl AroundBuffers {
+    /// Empty ones.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn new(tools: &DenseTools) -> Result<Self, BackendError> {
+        let gpu = tools.gpu();
+        let device = gpu.device();
+        Ok(Self {
+            num_tokens: 0,
+            hidden: DeviceBuffer::uninitialised(device, 0)?,
+            num_parts: 1,
+            plain: DeviceBuffer::uninitialised(device, 0)?,
+            has_plain: false,
+            logits: DeviceBuffer::uninitialised(device, 0)?,
+            num_topk: 1,
+            ids: DeviceBuffer::uninitialised(device, 0)?,
+            weights: DeviceBuffer::uninitialised(device, 0)?,
+            latent: DeviceBuffer::uninitialised(device, 0)?,
+            normed: DeviceBuffer::uninitialised(device, 0)?,
+            quantised: DeviceBuffer::uninitialised(device, 0)?,
+            row_token: DeviceBuffer::uninitialised(device, 0)?,
+            counts: DeviceBuffer::zeroed(gpu.stream(), 2)?,
+            host: Host {
+                bf16: PinnedBuffer::zeroed(device, 0)?,
+                f32: PinnedBuffer::zeroed(device, 0)?,
+                ids: PinnedBuffer::zeroed(device, 0)?,
+                weights: PinnedBuffer::zeroed(device, 0)?,
+                counts: PinnedBuffer::zeroed(device, 2)?,
+                uploaded: Event::new(device)?,
+            },
+        })
+    }
+
+    /// Overwrites all that a step writes, so that what is read before it is written shows.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn poison(&mut self, tools: &DenseTools) -> Result<(), BackendError> {
+        let stream = tools.gpu().stream();
+        for buffer in [&mut self.hidden, &mut self.normed, &mut self.quantised] {
+            buffer.fill_bytes(stream, 0xff)?;
+        }
+        for buffer in [&mut self.plain, &mut self.logits, &mut self.weights, &mut self.latent] {
+            buffer.fill_bytes(stream, 0xff)?;
+        }
+        Ok(self.ids.fill_bytes(stream, 0xff)?)
+    }
+
+    /// Uploads hidden states `[num_tokens, hidden]`, once for all that read them. Where all are bf16 values they travel as
+    /// such; else f32 ones are kept exactly for the router, as three parts, of which everything else reads the first: the
+    /// values rounded.
+    ///
+    /// # Errors
+    /// If there is no room for them.
+    ///
+    /// # Panics
+    /// If they are no whole rows, which is a bug of the caller.
+    pub fn upload(&mut self, tools: &DenseTools, hidden: &[f32], width: usize) -> Result<(), BackendError> {
+        assert!(hidden.len().is_multiple_of(width), "hidden states are whole rows");
+        let (stream, device) = (tools.gpu().stream(), tools.gpu().device());
+        let are_bf16 = hidden.par_iter().all(|value| value.to_bits() & 0xffff == 0);
+        self.num_tokens = hidden.len() / width;
+        self.num_parts = if are_bf16 { 1 } else { 3 };
+        self.has_plain = !are_bf16;
+        self.host.uploaded.synchronise()?;
+        grow(&mut self.hidden, self.num_parts * hidden.len())?;
+        if are_bf16 {
+            pin(&mut self.host.bf16, device, hidden.len())?;
+            let staged = &mut self.host.bf16[..hidden.len()];
+            staged.par_iter_mut().zip(hidden).for_each(|(to, value)| *to = upper_half(*value));
+            // SAFETY: nothing writes the staged values before `uploaded` has been waited for, above.
+            unsafe { self.hidden.upload_pinned(stream, 0, staged)? };
+        } else {
+            pin(&mut self.host.f32, device, hidden.len())?;
+            grow(&mut self.plain, hidden.len())?;
+            self.host.f32[..hidden.len()].copy_from_slice(hidden);
+            // SAFETY: as above.
+            unsafe { self.plain.upload_pinned(stream, 0, &self.host.f32[..hidden.len()])? };
+            // SAFETY: both buffers have just got their room.
+            unsafe { tools.split(self.plain.address(), self.rows(), width)? };
+        }
+        Ok(self.host.uploaded.record(stream)?)
+    }
+
+    /// Takes experts and weights from outside, of as many tokens as were uploaded. The step before has to be over.
+    ///
+    /// # Errors
+    /// If there is no room for them.
+    pub fn take(&mut self, tools: &DenseTools, topk: &TopK) -> Result<(), BackendError> {
+        let (stream, device) = (tools.gpu().stream(), tools.gpu().device());
+        let num_slots = topk.idx.len();
+        self.num_topk = topk.num_topk;
+        pin(&mut self.host.ids, device, num_slots)?;
+        pin(&mut self.host.weights, device, num_slots)?;
+        grow(&mut self.ids, num_slots)?;
+        grow(&mut self.weights, num_slots)?;
+        self.host.ids[..num_slots].copy_from_slice(&topk.idx);
+        self.host.weights[..num_slots].copy_from_slice(&topk.weights);
+        // SAFETY: nothing writes the staged values but `queue_results`, behind this, and the next step's calls, before which the
+        // host has waited for what this one has yielded.
+        unsafe { self.ids.upload_pinned(stream, 0, &self.host.ids[..num_slots])? };
+        // SAFETY: as above.
+        unsafe { self.weights.upload_pinned(stream, 0, &self.host.weights[..num_slots])? };
+        Ok(())
+    }
+
+    /// Experts `[num_tokens, num_topk]` and their weights on the device, and how many slots a token has.
+    #[must_use]
+    pub fn chosen(&self) -> (&DeviceBuffer<i32>, &DeviceBuffer<f32>, usize) {
+        (&self.ids, &self.weights, self.num_topk)
+    }
+
+    /// Queues the way of what was chosen and counted to the host.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn queue_results(&mut self, tools: &DenseTools) -> Result<(), BackendError> {
+        let (stream, device) = (tools.gpu().stream(), tools.gpu().device());
+        let num_slots = self.num_tokens * self.num_topk;
+        pin(&mut self.host.ids, device, num_slots)?;
+        pin(&mut self.host.weights, device, num_slots)?;
+        if self.ids.len() >= num_slots {
+            // SAFETY: whoever reads them has waited for the stream.
+            unsafe { self.ids.download_pinned(stream, 0, &mut self.host.ids[..num_slots])? };
+            // SAFETY: as above.
+            unsafe { self.weights.download_pinned(stream, 0, &mut self.host.weights[..num_slots])? };
+        }
+        // SAFETY: as above.
+        unsafe { self.counts.download_pinned(stream, 0, &mut self.host.counts)? };
+        Ok(self.counts.fill_bytes(stream, 0)?)
+    }
+
+    /// What was chosen, once the host has waited for the stream behind [`Self::queue_results`].
+    #[must_use]
+    pub fn topk(&self) -> TopK {
+        let num_slots = self.num_tokens * self.num_topk;
+        let (idx, weights) = (self.host.ids[..num_slots].to_vec(), self.host.weights[..num_slots].to_vec());
+        TopK { num_topk: self.num_topk, idx, weights }
+    }
+
+    /// What was counted of `num_blocks` block scales, likewise.
+    #[must_use]
+    pub fn quant_counts(&self, num_blocks: u64) -> QuantCounts {
+        QuantCounts { num_blocks, num_saturated: self.host.counts[0], num_zeroed: self.host.counts[1] }
+    }
+
+    /// Tokens that were uploaded.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    pub(super) fn rows(&self) -> DenseRows {
+        DenseRows { address: self.hidden.address(), num_parts: self.num_parts, num_rows: self.num_tokens }
+    }
+
+    pub(super) fn first_part(&self) -> DenseRows {
+        DenseRows { num_parts: 1, ..self.rows() }
+    }
+
+    /// Numbers the shared experts' rows.
+    pub(super) fn number_rows(&mut self, tools: &DenseTools) -> Result<(), BackendError> {
+        if self.row_token.len() < self.num_tokens {
+            let numbers: Vec<u32> = (0..u32::try_from(self.num_tokens).unwrap_or(u32::MAX)).collect();
+            self.row_token = DeviceBuffer::from_slice(tools.gpu().stream(), &numbers)?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes room in pinned memory that no copy is under way from or to.
+fn pin<T: bytemuck::Pod>(buffer: &mut PinnedBuffer<T>, device: &Device, len: usize) -> Result<(), BackendError> {
+    if buffer.len() < len {
+        *buffer = PinnedBuffer::zeroed(device, len)?;
+    }
+    Ok(())
+}

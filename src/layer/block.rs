@@ -1,0 +1,175 @@
+//! A whole layer on a rank's GPU: hidden states go there once, everything is queued into one stream, rows come back once.
+//!
+//! [`super::device`] brings tokens to their experts; here is what surrounds that. The host waits once at the end, and where
+//! routed parts make it.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::cuda::{Around, AroundBuffers, DenseTools};
+use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
+use crate::cuda::{DeviceBuffer, Event};
+use crate::dispatch::capacity::Capacity;
+use crate::fault::{Action, Stage};
+use crate::gpu::grow;
+use crate::world::World;
+
+use super::device::{DeviceRoute, RoutedInput};
+use super::parts::Shared;
+use super::routed::Brought;
+use super::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part};
+
+/// What surrounds a layer's routed experts, on the device.
+pub(crate) struct DeviceBlock {
+    tools: Arc<DenseTools>,
+    pub around: Around,
+    memory: BlockMemory,
+}
+
+/// Memory that the layers of a session use one after the other.
+#[derive(Clone)]
+pub(super) struct BlockMemory(Rc<RefCell<Memory>>);
+
+struct Memory {
+    buffers: AroundBuffers,
+    /// Sums of routed experts, `[num_tokens, width]`.
+    routed: DeviceBuffer<f32>,
+    /// Their way back from the latent, `[num_tokens, hidden]`.
+    up: DeviceBuffer<f32>,
+    /// `[num_tokens, hidden]`
+    shared: DeviceBuffer<f32>,
+    /// Marks of a step: its begin, experts chosen, values made; routed sums made, back from the latent, all summed.
+    marks: [Event; 6],
+}
+
+impl BlockMemory {
+    pub fn new(tools: &DenseTools) -> Result<Self, BackendError> {
+        let device = tools.gpu().device();
+        let mark = || Event::new(device);
+        let memory = Memory {
+            buffers: AroundBuffers::new(tools)?,
+            routed: DeviceBuffer::uninitialised(device, 0)?,
+            up: DeviceBuffer::uninitialised(device, 0)?,
+            shared: DeviceBuffer::uninitialised(device, 0)?,
+            marks: [mark()?, mark()?, mark()?, mark()?, mark()?, mark()?],
+        };
+        Ok(Self(Rc::new(RefCell::new(memory))))
+    }
+}
+
+impl DeviceBlock {
+    pub fn new(tools: &Arc<DenseTools>, around: Around, memory: &BlockMemory) -> Self {
+        Self { tools: tools.clone(), around, memory: memory.clone() }
+    }
+}
+
+impl MoeLayer {
+    /// Runs the layer on this rank's tokens, which lie on the host, with all of its parts on the device; collective.
+    ///
+    /// # Errors
+    /// As [`MoeLayer::forward`].
+    pub(super) fn forward_on_device(
+        &self,
+        (route, block): (&DeviceRoute, &DeviceBlock),
+        (world, capacity): (&World, Capacity),
+        input: &LayerInput<'_>,
+        mut stats: LayerStats,
+    ) -> Result<LayerOutput, LayerError> {
+        let DeviceBlock { tools, around, memory } = block;
+        let stream = tools.gpu().stream();
+        let mut memory = memory.0.borrow_mut();
+        let Memory { buffers, routed, up, shared, marks } = &mut *memory;
+        let (hidden, latent) = (self.geometry.hidden, self.geometry.expert_hidden);
+        let num_tokens = input.hidden.len() / hidden;
+
+        if world.has_fault(Stage::Experts, &Action::Poison) {
+            buffers.poison(tools)?;
+            [&mut *routed, &mut *up, &mut *shared]
+                .into_iter()
+                .try_for_each(|buffer| buffer.fill_bytes(stream, 0xff))?;
+        }
+
+        // Choose experts
+        buffers.upload(tools, input.hidden, hidden)?;
+        marks[0].record(stream)?;
+        if input.part != Part::Shared {
+            match input.topk {
+                Some(topk) => buffers.take(tools, topk)?,
+                None => around.route(buffers)?,
+            }
+        }
+        marks[1].record(stream)?;
+
+        // Routed experts
+        let width = if input.part == Part::Routed { latent } else { hidden };
+        let is_back = if input.part == Part::Shared {
+            grow(routed, num_tokens * hidden)?;
+            routed.fill_bytes(stream, 0)?;
+            marks[2].record(stream)?;
+            marks[3].record(stream)?;
+            false
+        } else {
+            grow(routed, num_tokens * latent)?;
+            around.values(buffers)?;
+            marks[2].record(stream)?;
+            let (ids, weights, num_topk) = buffers.chosen();
+            let brought = Brought { num_tokens, num_topk, step: input.step };
+            let tokens = RoutedInput { values: around.made_values(buffers), ids, weights, brought };
+            self.queue_routed(route, (world, capacity), tokens, routed, &mut stats)?;
+            marks[3].record(stream)?;
+            input.part == Part::Block && around.up(buffers, routed, up)?
+        };
+        marks[4].record(stream)?;
+
+        // Shared experts
+        let out = if is_back { up } else { routed };
+        let with_shared = self.shared.as_ref().filter(|_| input.part != Part::Routed);
+        if let Some(with_shared) = with_shared {
+            queue_shared(with_shared, around, buffers, shared)?;
+            around.add(buffers, out, shared)?;
+        }
+        marks[5].record(stream)?;
+
+        // Back to the host, which waits here
+        buffers.queue_results(tools)?;
+        let mut values = vec![0f32; num_tokens * width];
+        tools.gpu().count_wait();
+        out.download_into(stream, 0, &mut values)?;
+        if input.part != Part::Shared {
+            self.finish_routed(route, &mut stats)?;
+        }
+        if let Some(with_shared) = with_shared {
+            let num_blocks = if with_shared.input_scale.is_some() { around.num_blocks(buffers) } else { 0 };
+            stats.count_shared(&on_device(with_shared)?.evidence()?, buffers.quant_counts(num_blocks));
+        }
+        let between = |at: usize| -> Result<Duration, LayerError> { Ok(marks[at + 1].elapsed_since(&marks[at])?) };
+        stats.times.route += between(0)?;
+        stats.times.latent += between(1)? + between(3)?;
+        stats.times.shared += between(4)?;
+        let topk = (input.part != Part::Shared).then(|| input.topk.cloned().unwrap_or_else(|| buffers.topk()));
+        Ok(LayerOutput { values, width, topk, stats })
+    }
+}
+
+/// Queues every token through the shared experts into `out` `[num_tokens, hidden]`, which grows.
+fn queue_shared(
+    shared: &Shared,
+    around: &Around,
+    buffers: &mut AroundBuffers,
+    out: &mut DeviceBuffer<f32>,
+) -> Result<(), LayerError> {
+    let experts = on_device(shared)?;
+    let num_tokens = buffers.num_tokens();
+    grow(out, around.num_values(buffers))?;
+    let (tokens, row_token) = around.shared_tokens(buffers, shared.input_scale)?;
+    let token_scale = shared.input_scale.unwrap_or(1.0);
+    let batch = DeviceBatch { tokens, token_scale, row_token, expert_offsets: &[0, num_tokens] };
+    experts.queue(&batch, out)?;
+    Ok(experts.queue_evidence()?)
+}
+
+fn on_device(shared: &Shared) -> Result<&dyn DeviceExperts, BackendError> {
+    shared.experts.on_device().ok_or(BackendError::NotOnDevice { technique: "the shared experts' backend" })
+}
