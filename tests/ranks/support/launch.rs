@@ -29,6 +29,7 @@ const NUM_SLOTS: usize = 2;
 pub struct Job {
     ranks: Option<usize>,
     through_launcher: bool,
+    behind: Vec<OsString>,
     program: PathBuf,
     args: Vec<OsString>,
     env: Vec<(String, String)>,
@@ -83,6 +84,7 @@ pub fn alone() -> Job {
     Job {
         ranks: None,
         through_launcher: false,
+        behind: Vec::new(),
         program: env!("CARGO_BIN_EXE_lockstep").into(),
         args: Vec::new(),
         env: vec![("LOCKSTEP_THREADS".into(), "1".into())],
@@ -105,6 +107,12 @@ impl Job {
     pub fn word(mut self, word: &str, other: &str) -> Self {
         let found = self.args.iter_mut().find(|known| *known == word);
         *found.unwrap_or_else(|| panic!("no {word} to replace")) = other.into();
+        self
+    }
+
+    /// Puts words before the program, as those of another launcher.
+    pub fn behind<A: Into<OsString>>(mut self, words: impl IntoIterator<Item = A>) -> Self {
+        self.behind = words.into_iter().map(Into::into).collect();
         self
     }
 
@@ -173,13 +181,14 @@ impl Job {
         self
     }
 
-    fn program(mut self, program: &str) -> Self {
+    /// Runs another program.
+    pub fn program(mut self, program: &str) -> Self {
         self.program = program.into();
         self
     }
 
     fn command_line(&self) -> Vec<OsString> {
-        let mut line: Vec<OsString> = Vec::new();
+        let mut line = self.behind.clone();
         if let Some(ranks) = self.ranks
             && !self.of_rank.is_empty()
         {
