@@ -47,6 +47,11 @@ install_build_packages() {
     install_missing build-essential pkg-config libclang-dev libopenmpi-dev openmpi-bin ca-certificates
 }
 
+# What the tests of two hosts need besides (tests/cluster/hosts.sh).
+install_cluster_packages() {
+    install_missing slurmctld slurmd slurm-client munge iproute2 openssh-client openssh-server
+}
+
 # The oldest Rust that builds the project.
 wanted_rust() { sed -n 's/^rust-version *= *"\(.*\)"/\1/p' "$root/Cargo.toml"; }
 

@@ -1,202 +1,119 @@
 #!/usr/bin/env bash
-# Starts lockstep on the ranks of one host, or of several, with mpirun.
+# Starts lockstep on the ranks of one host, or of several, with mpirun: Open MPI's 4 or 5, or MPICH's.
 set -euo pipefail
-# shellcheck source=launch/lib.sh
-. "$(dirname "$0")/lib.sh"
+# shellcheck source=launch/launcher.sh
+. "$(dirname "$0")/launcher.sh"
 
 usage() {
+    printf 'Usage: launch/mpirun.sh [OPTIONS] COMMAND [ARGUMENTS...]\n\n'
+    options_usage "Slurm's allocation, else this host" mpirun
+    codes_usage mpirun "the first failing rank's"
     cat <<'EOF'
-Usage: launch/mpirun.sh [OPTIONS] COMMAND [ARGUMENTS...]
 
-Runs `lockstep COMMAND ARGUMENTS...` on several ranks. Options stand before the command, what follows it is lockstep's.
-Each option that takes a value is written `--option VALUE` or `--option=VALUE`.
-
-Options:
-  --ranks N            ranks to start (default: 4)
-  --moe-backend NAME   the family of kernels: auto, cpu, reference, simd, ... (handed to the command)
-  --deployment FILE    the deployment file (handed to the command)
-  --hosts LIST         hosts with their ranks, as in node1:4,node2:4 (default: this host, with any number of ranks)
-  --hostfile FILE      hosts, in mpirun's own form
-  --binary FILE        the program (default: the release build of this clone, else lockstep in PATH)
-  --mpi-arg ARG        one more argument for mpirun; may be repeated
-  --dry-run            prints the command instead of running it
-  --help               prints this
-
-Every LOCKSTEP_* variable reaches all ranks, on all hosts. As root (in a container) mpirun is told that this is meant;
-with more ranks than cores, waiting ranks yield theirs. The exit code is mpirun's, which is the first failing rank's:
-0 fine, 1 wrong result, 2 bad input, 3 environment, 4 ranks disagree, 5 a peer failed or a limit passed, 101 a bug.
-Ctrl-C and SIGTERM end all ranks, and this with 130 and 143 (mpirun alone would end with 1).
+mpirun reaches other hosts by ssh, which must not ask for anything, or in an allocation through Slurm. As root (in a
+container) Open MPI is told that this is meant; with more ranks than cores, waiting ranks yield theirs.
 EOF
 }
 
-ranks=4 hosts='' hostfile='' binary='' dry_run=false
-handed_on=() mpi_args=() assignments=()
-
-while [ $# -gt 0 ]; do
-    option=$1
-    shift
-    # What takes a value has it after `=` or as the next word.
-    case $option in
-    --ranks | --moe-backend | --deployment | --hosts | --hostfile | --binary | --mpi-arg)
-        [ $# -gt 0 ] || fail 2 "$option needs a value; see --help"
-        case "$option:$1" in
-        --mpi-arg:*) ;;
-        *:-*) fail 2 "$option needs a value, found the option $1; see --help" ;;
-        esac
-        value=$1
-        shift
-        ;;
-    --ranks=* | --moe-backend=* | --deployment=* | --hosts=* | --hostfile=* | --binary=* | --mpi-arg=*)
-        value=${option#*=}
-        option=${option%%=*}
-        ;;
-    *) value=- ;;
+# Which mpirun there is: openmpi4, openmpi5, hydra (MPICH and its kin), unknown, or none.
+kind_of_mpirun() {
+    local version
+    command -v mpirun >/dev/null || {
+        echo none
+        return 0
+    }
+    version=$(mpirun --version 2>&1) || true
+    case $version in
+    *'(Open MPI) '[1-4].*) echo openmpi4 ;;
+    *'(Open MPI) '* | *PRRTE* | *prte*) echo openmpi5 ;;
+    *HYDRA* | *Intel*MPI*) echo hydra ;;
+    *) echo unknown ;;
     esac
-    [ -n "$value" ] || fail 2 "$option needs a value; see --help"
-    case $option in
-    --ranks)
-        [[ $value =~ ^[1-9][0-9]*$ ]] || fail 2 "--ranks takes a whole number of at least 1, found $value"
-        ranks=$value
-        ;;
-    --moe-backend | --deployment) handed_on+=("$option=$value") ;;
-    --hosts) hosts=$value ;;
-    --hostfile) hostfile=$value ;;
-    --binary) binary=$value ;;
-    --mpi-arg) mpi_args+=("$value") ;;
-    --dry-run) dry_run=true ;;
-    --help | -h)
-        usage
-        exit 0
-        ;;
-    --) break ;;
-    -*) fail 2 "unknown option $option; see --help (options of lockstep stand after its command)" ;;
-    *)
-        set -- "$option" "$@"
-        break
-        ;;
-    esac
-done
-[ $# -gt 0 ] || fail 2 "no command; say what to run, as in: launch/mpirun.sh --ranks $ranks run --help"
-[ -z "$hosts" ] || [ -z "$hostfile" ] || fail 2 "give --hosts or --hostfile, not both"
-[ -z "$hostfile" ] || [ -r "$hostfile" ] || fail 2 "cannot read --hostfile $hostfile"
-
-# num_slots: the ranks that --hosts or --hostfile has room for; nothing where that is for mpirun to find out.
-num_slots() {
-    local entry line slots sum=0
-    local entries=()
-    if [ -n "$hosts" ]; then
-        IFS=, read -r -a entries <<<"$hosts"
-        for entry in "${entries[@]}"; do
-            slots=1
-            [[ $entry != *:* ]] || slots=${entry##*:}
-            # `host:*` and `host:auto` count the host's cores.
-            [[ $slots =~ ^[0-9]+$ ]] || return 0
-            sum=$((sum + 10#$slots))
-        done
-    else
-        while read -r line || [ -n "$line" ]; do
-            line=${line%%#*}
-            [[ $line =~ [^[:space:]] ]] || continue
-            [[ $line =~ (^|[[:space:]])slots[[:space:]]*=[[:space:]]*([0-9]+) ]] || return 0
-            sum=$((sum + 10#${BASH_REMATCH[2]}))
-        done <"$hostfile"
-    fi
-    echo "$sum"
 }
 
-if [ -n "$hosts$hostfile" ] && [[ ${mpi_args[*]-} != *oversubscribe* ]]; then
-    room=$(num_slots)
-    [ -z "$room" ] || [ "$ranks" -le "$room" ] || fail 2 "--ranks $ranks, but ${hosts:-$hostfile} has room for $room:" \
-        "name more hosts or ranks of a host (node1:4 with --hosts, slots=4 with --hostfile), start fewer ranks," \
-        "or put more ranks than that on the hosts with --mpi-arg=--oversubscribe"
-fi
-if [ -z "$binary" ]; then
-    binary=${CARGO_TARGET_DIR:-$root/target}/release/lockstep
-    [ -x "$binary" ] || binary=$(command -v lockstep || echo "$binary")
-fi
-$dry_run || [ -x "$binary" ] || fail 3 "$binary is not there; build it with: cargo build --release"
-$dry_run || command -v mpirun >/dev/null || fail 3 "mpirun is not there; install Open MPI, as in: apt-get install openmpi-bin"
+parse_options "$@"
+find_binary
+kind=$(kind_of_mpirun)
+library=$(library_of_binary)
+case $kind:$library in
+# A dry run shows Open MPI 4's command then.
+none:*) $dry_run || fail 3 "mpirun is not there; install Open MPI, as in: apt-get install openmpi-bin" ;;
+unknown:*) fail 3 "mpirun is neither Open MPI's nor MPICH's; put one of them first in PATH" ;;
+hydra:openmpi) fail 3 "$binary was built with Open MPI, but mpirun is MPICH's, so that every rank would be alone; put Open MPI's first in PATH" ;;
+openmpi?:mpich) fail 3 "$binary was built with MPICH, but mpirun is Open MPI's, so that every rank would be alone; put MPICH's first in PATH" ;;
+esac
 
+# Where neither the user nor Slurm has named hosts, ranks are on this one.
+is_here=true
+[ -z "$hosts$hostfile${SLURM_JOB_ID:-}" ] || is_here=false
 command=(mpirun -n "$ranks")
-if [ -n "$hosts" ]; then
-    command+=(--host "$hosts")
-elif [ -n "$hostfile" ]; then
-    command+=(--hostfile "$hostfile")
+if [ "$kind" = hydra ]; then
+    expect_room "or give a host more"
+    # One form for both, as files are written differently for it.
+    [ -z "$hosts$hostfile" ] || command+=(-hosts "$(list_hosts | sed 's/ \*$//; s/ /:/' | paste -s -d ,)")
+    [ -z "$ranks_per_node" ] || command+=(-ppn "$ranks_per_node")
+    # A rank runs threads of its own: bound to one core, all of them would share it.
+    command+=(-bind-to none)
 else
+    # Open MPI 5 takes it as a word of the mapping.
+    oversubscribe=--oversubscribe mapping=()
+    [ "$kind" != openmpi5 ] || oversubscribe=--map-by=:OVERSUBSCRIBE
+    [[ ${mpi_args[*]-} =~ [oO][vV][eE][rR][sS][uU][bB] ]] ||
+        expect_room "or put more ranks than that on the hosts with --mpi-arg=$oversubscribe"
+    [ -z "$hosts" ] || command+=(--host "$hosts")
+    [ -z "$hostfile" ] || command+=(--hostfile "$hostfile")
     # mpirun counts physical cores as slots and would refuse more ranks; on one host that is the user's to say.
-    command+=(--oversubscribe)
-    if [ "$ranks" -gt "$(nproc)" ]; then
+    ! $is_here || mapping=("$oversubscribe")
+    if [ -n "$ranks_per_node" ]; then
+        if [ "$kind" != openmpi5 ]; then
+            mapping+=(--map-by "ppr:$ranks_per_node:node")
+        elif $is_here; then
+            mapping=("--map-by=ppr:$ranks_per_node:node:OVERSUBSCRIBE")
+        else
+            mapping=("--map-by=ppr:$ranks_per_node:node")
+        fi
+    fi
+    command+=(${mapping[@]+"${mapping[@]}"} --bind-to none)
+    if $is_here && [ "$ranks" -gt "$(nproc)" ]; then
         # Waiting ranks spin otherwise, on the cores that the others need.
-        assignments+=(OMPI_MCA_mpi_yield_when_idle=1)
+        settings+=(OMPI_MCA_mpi_yield_when_idle=1)
+    fi
+    if [ "$(id -u)" -eq 0 ]; then
+        settings+=(OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1)
+        [ "$kind" != openmpi5 ] || settings+=(PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1)
+    fi
+    # Containers filter the system call by which ranks read each other's memory; Open MPI 4 warns for every message then.
+    if [ "$kind" != openmpi5 ] && is_in_container; then
+        settings+=(OMPI_MCA_btl_vader_single_copy_mechanism=none)
+    fi
+    # ORTE_ERR_COMM_FAILURE
+    # shellcheck disable=SC2034 # run_to_end reads them
+    own_code=205 own_exit=5 own_message='a host could not be reached any more, and the ranks were ended; see what became of it'
+    # A host that is cut off is noticed by its silence, which Open MPI 4 would wait 8 minutes for. It is looked for while there
+    # is nothing to send: a wait of the ranks' own has to be longer, or mpirun's word to that host is in the way.
+    if [ "$kind" != openmpi5 ] && is_on_several_hosts; then
+        settings+=(OMPI_MCA_oob_tcp_keepalive_time=5 OMPI_MCA_oob_tcp_keepalive_intvl=2 OMPI_MCA_oob_tcp_keepalive_probes=5)
     fi
 fi
-# A rank runs threads of its own: bound to one core, all of them would share it.
-command+=(--bind-to none)
-if [ "$(id -u)" -eq 0 ]; then
-    assignments+=(OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1)
-fi
-# Containers filter the system call by which ranks read each other's memory; Open MPI then warns for every message.
-if [ -e /.dockerenv ] || [ -e /run/.containerenv ] || grep -q '^Seccomp:[[:space:]]*2' /proc/self/status 2>/dev/null; then
-    assignments+=(OMPI_MCA_btl_vader_single_copy_mechanism=none)
-fi
+choose_cache
 # Told to end, this script says so for all ranks.
 $dry_run || export LOCKSTEP_LAUNCHER=mpirun.sh
-while read -r name; do
-    command+=(-x "$name")
-done < <(compgen -e -- LOCKSTEP_ | sort)
-# Behind mpirun no rank has a terminal, so that progress has to be asked for.
-verb=$1
-shift
-if [ -t 2 ] && [[ $verb =~ ^(run|verify)$ ]] && [[ " $* " != *" --json "* && " $* " != *" --progress"* ]]; then
-    handed_on+=(--progress=always)
+if [ "$kind" = hydra ]; then
+    names=$(names_of_variables | paste -s -d ,)
+    [ -z "$names" ] || command+=(-genvlist "$names")
+else
+    while read -r name; do
+        command+=(-x "$name")
+    done < <(names_of_variables)
 fi
-command+=(${mpi_args[@]+"${mpi_args[@]}"} "$binary" "$verb" ${handed_on[@]+"${handed_on[@]}"} "$@")
-
+rank_command
+command+=(${mpi_args[@]+"${mpi_args[@]}"} "${rank_words[@]}")
 if $dry_run; then
-    printf '%q ' ${assignments[@]+"${assignments[@]}"} "${command[@]}" | sed 's/ $//'
-    printf '\n'
+    show_command "${command[@]}"
     exit 0
 fi
 
-# mpirun ends its ranks when it is told to, but itself with 1; told twice, it leaves without waiting for them. So it gets
-# one signal, whoever sends more, and a process group of its own, which a terminal's Ctrl-C does not reach.
-pid='' told='' told_at=0
-# shellcheck disable=SC2317 # the traps call it
-forward() {
-    [ -n "$told" ] || told_at=$SECONDS
-    if [ -n "$pid" ] && { [ -z "$told" ] || [ $((SECONDS - told_at)) -ge 10 ]; }; then
-        kill -TERM "$pid" 2>/dev/null || true
-    fi
-    told=${told:-$1}
-}
-trap 'forward HUP' HUP
-trap 'forward INT' INT
-trap 'forward TERM' TERM
-
-# Where this script is killed outright, mpirun goes with it.
-guard=()
-if setpriv --help 2>/dev/null | grep -q -e --pdeathsig; then
-    guard=(setpriv --pdeathsig TERM)
-fi
-set -m
-env ${assignments[@]+"${assignments[@]}"} ${guard[@]+"${guard[@]}"} "${command[@]}" </dev/null &
-pid=$!
-set +m
-# Told before there was anything to pass it on to.
-[ -z "$told" ] || kill -TERM "$pid" 2>/dev/null || true
-# A signal interrupts the wait.
-while kill -0 "$pid" 2>/dev/null; do
-    wait "$pid" || true
-done
-code=0
-wait "$pid" || code=$?
-# Told when all was done, there was nothing to end.
-if [ -n "$told" ] && [ "$code" -ne 0 ]; then
-    case $told in
-    HUP) code=129 name='a hang-up (SIGHUP)' ;;
-    INT) code=130 name='Ctrl-C (SIGINT)' ;;
-    *) code=143 name=SIGTERM ;;
-    esac
-    say "$(basename "$0"): ended on $name; no rank is left, and nothing half-written"
-fi
-exit "$code"
+# mpirun ends its ranks when it is told to, but itself with 1; told twice, it leaves without waiting for them.
+# shellcheck disable=SC2317 # run_to_end calls it
+end_ranks() { kill -TERM "$1" 2>/dev/null || true; }
+run_to_end end_ranks "${command[@]}"

@@ -12,7 +12,8 @@ Usage: launch/test.sh [ARGUMENTS OF THE TEST RUNNER...]
 Checks formatting, lints (warnings are errors), documentation, and shell scripts, then runs all tests: with cargo nextest
 where it is there, else with cargo test. Ends in the runner's own summary. Needs Open MPI, and shellcheck, which it
 installs where it is missing. Kernels are compiled with the NVRTC that LOCKSTEP_NVRTC names, else with one fetched from
-PyPI into target/nvrtc; where neither is to be had, the tests that compile say so and pass.
+PyPI into target/nvrtc; where neither is to be had, the tests that compile say so and pass. So it is with tests of two
+hosts, which need root, Slurm and ssh; `tests/cluster/hosts.sh check` says what is missing.
 EOF
     exit 0
 fi
@@ -29,7 +30,7 @@ RUSTDOCFLAGS="-D warnings" "${cargo[@]}" doc --locked --no-deps --document-priva
 step shell scripts
 command -v shellcheck >/dev/null || install_missing shellcheck
 command -v shellcheck >/dev/null || fail 3 "shellcheck is not there; install it and run this again"
-shellcheck --external-sources launch/*.sh tests/*.sh .ci/run
+shellcheck --external-sources launch/*.sh launch/lockstep.sbatch tests/*.sh tests/cluster/hosts.sh .ci/run
 
 step NVRTC
 if find_nvrtc; then
@@ -37,6 +38,13 @@ if find_nvrtc; then
     export LOCKSTEP_TEST_NVRTC=required
 else
     say "tests that compile kernels are skipped; put libnvrtc.so.13 on LD_LIBRARY_PATH, or name its directory in LOCKSTEP_NVRTC"
+fi
+
+step two hosts
+if tests/cluster/hosts.sh check; then
+    export LOCKSTEP_TEST_CLUSTER=required
+else
+    say "tests of two hosts are skipped"
 fi
 
 # More ranks than cores: waiting ranks have to yield.

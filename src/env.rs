@@ -6,25 +6,10 @@
 use std::ffi::OsString;
 
 use crate::exit::{Classify, Exit};
+use crate::launched::{self, Launched};
 
 /// The prefix of the variables that are Lockstep's.
 pub const PREFIX: &str = "LOCKSTEP_";
-
-/// What launchers tell a process about its world, which MPI may or may not agree with.
-const LAUNCHER: [&str; 12] = [
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "PMIX_RANK",
-    "PMIX_NAMESPACE",
-    "PMI_SIZE",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_SIZE",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_JOB_ID",
-];
 
 /// Beginnings of variables of libraries that a run goes through: a setting that reached one host only should be seen.
 const OF_LIBRARIES: [&str; 7] = [
@@ -38,12 +23,14 @@ const OF_LIBRARIES: [&str; 7] = [
 ];
 
 /// What launchers tell each process through the same names.
-const LAUNCHERS_OWN: [&str; 6] = [
+const LAUNCHERS_OWN: [&str; 8] = [
     "OMPI_MCA_orte_",
     "OMPI_MCA_ess",
     "OMPI_MCA_pmix",
     "OMPI_MCA_shmem_",
     "OMPI_MCA_initial_wdir",
+    "OMPI_MCA_plm",
+    "OMPI_MCA_routed",
     "OMPI_MCA_mpi_oversubscribe",
 ];
 
@@ -114,7 +101,7 @@ impl EnvVars {
                 continue;
             }
             let is_ours = shown.starts_with(PREFIX);
-            if !is_ours && !LAUNCHER.contains(&shown.as_str()) && !HOME.contains(&shown.as_str()) {
+            if !is_ours && !launched::VARIABLES.contains(&shown.as_str()) && !HOME.contains(&shown.as_str()) {
                 continue;
             }
             let (Ok(name), Ok(value)) = (name.into_string(), value.into_string()) else {
@@ -143,16 +130,13 @@ impl EnvVars {
         self.launcher.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 
-    /// The launcher's number of processes, with the variable that says it.
+    /// What a launcher says of this process; none where it was started alone.
     #[must_use]
-    pub fn launched_size(&self) -> Option<(&str, u32)> {
-        let sizes = ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"];
-        // SLURM_NTASKS is also set in a batch script that launched nothing; a task has a rank.
-        let is_task = |name: &str| name != "SLURM_NTASKS" || self.launcher("SLURM_PROCID").is_some();
-        sizes.into_iter().filter(|name| is_task(name)).find_map(|name| Some((name, self.launcher(name)?.parse().ok()?)))
+    pub fn launched(&self) -> Option<Launched> {
+        Launched::read(|name| self.launcher(name))
     }
 
-    /// The launcher's number of this process.
+    /// The launcher's number of this process, also where it does not say of how many.
     #[must_use]
     pub fn launched_rank(&self) -> Option<u32> {
         let ranks = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
@@ -240,25 +224,6 @@ mod tests {
         assert_eq!(vars.launcher("SLURM_NTASKS"), Some("4"));
         assert_eq!(vars.launcher("PATH"), None);
         assert_eq!((vars.home.as_deref(), vars.xdg_cache_home.as_deref()), (None, Some("/c")));
-    }
-
-    #[test]
-    fn launchers_are_taken_at_their_word() {
-        let of = |pairs: &[(&str, &str)]| {
-            let vars = vars(pairs);
-            (vars.launched_rank(), vars.launched_size().map(|(_, size)| size))
-        };
-        assert_eq!(of(&[]), (None, None));
-        assert_eq!(of(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "2")]), (Some(2), Some(4)));
-        assert_eq!(of(&[("SLURM_NTASKS", "4")]), (None, None), "the shell of an allocation is no task");
-        assert_eq!(of(&[("PMI_SIZE", "4"), ("PMI_RANK", "1")]), (Some(1), Some(4)));
-        let inside = [
-            ("OMPI_COMM_WORLD_SIZE", "2"),
-            ("OMPI_COMM_WORLD_RANK", "0"),
-            ("SLURM_NTASKS", "4"),
-            ("SLURM_PROCID", "0"),
-        ];
-        assert_eq!(of(&inside), (Some(0), Some(2)), "mpirun inside a job");
     }
 
     #[test]

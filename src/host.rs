@@ -1,4 +1,5 @@
-//! Facts about this process and host that Linux tells: memory, the GPU driver. Reads `/proc`, and tries whether a directory can be written.
+//! Facts about this process and host that Linux tells: memory, the GPU driver, how MPI can be started. Reads `/proc`, and tries
+//! whether a directory can be written.
 
 use std::fs;
 use std::path::Path;
@@ -28,6 +29,29 @@ pub fn nvidia_driver() -> Option<String> {
     driver_version(&fs::read_to_string("/proc/driver/nvidia/version").ok()?)
 }
 
+/// Whether the Open MPI that this process has loaded can be started over PMI-1 or PMI-2, by its plug-ins; absent where it is
+/// another library or its plug-ins are not seen.
+#[must_use]
+pub fn open_mpi_speaks_pmi() -> Option<bool> {
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let library =
+        maps.lines().find_map(|line| Some(&line[line.find('/')?..]).filter(|path| path.contains("/libmpi.so")))?;
+    let lib = fs::canonicalize(library).ok()?.parent()?.to_path_buf();
+    // Where it installs them itself, and where Debian and Ubuntu do.
+    ["openmpi", "openmpi/lib/openmpi3", "openmpi3"].into_iter().find_map(|dir| {
+        let plugins = fs::read_dir(lib.join(dir)).ok()?.flatten();
+        speaks_pmi(&plugins.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>())
+    })
+}
+
+/// Plug-ins `mca_pmix_s1.so` and `mca_pmix_s2.so` stand for PMI-1 and PMI-2. Where there is none for PMIx at all, they are
+/// inside the library.
+fn speaks_pmi(plugins: &[String]) -> Option<bool> {
+    let mut pmix = plugins.iter().filter(|name| name.starts_with("mca_pmix_") && name.ends_with(".so")).peekable();
+    pmix.peek()?;
+    Some(pmix.any(|name| ["mca_pmix_s1.so", "mca_pmix_s2.so"].contains(&name.as_str())))
+}
+
 /// `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue ...`: the first word that begins with a digit.
 fn driver_version(text: &str) -> Option<String> {
     let line = text.lines().find_map(|line| line.strip_prefix("NVRM version:"))?;
@@ -50,6 +74,14 @@ mod tests {
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 13.3\n";
         assert_eq!(driver_version(text).as_deref(), Some("580.95.05"));
         assert_eq!(driver_version("GCC version: 13.3\n"), None);
+    }
+
+    #[test]
+    fn plug_ins_say_whether_open_mpi_speaks_pmi() {
+        let of = |names: &[&str]| speaks_pmi(&names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
+        assert_eq!(of(&["mca_ess_pmi.so", "mca_pmix_ext3x.so", "mca_pmix_isolated.so"]), Some(false));
+        assert_eq!(of(&["mca_pmix_ext3x.so", "mca_pmix_s2.so"]), Some(true));
+        assert_eq!(of(&["mca_ess_pmi.so"]), None, "a build without plug-ins");
     }
 
     #[test]

@@ -7,6 +7,7 @@
 pub mod exit;
 pub mod ids;
 mod near;
+pub mod launched;
 pub mod numerics;
 pub mod routing;
 pub mod model;

@@ -12,12 +12,16 @@ fn root() -> &'static Path {
 fn script(name: &str) -> Command {
     let mut command = Command::new(root().join("launch").join(name));
     for (variable, _) in std::env::vars_os() {
-        if variable.to_string_lossy().starts_with("LOCKSTEP_") {
+        let name = variable.to_string_lossy();
+        if name.starts_with("LOCKSTEP_") || name.starts_with("SLURM_") {
             command.env_remove(variable);
         }
     }
     command
 }
+
+/// What takes ranks to hosts; both have one set of options.
+const LAUNCHERS: [&str; 2] = ["mpirun.sh", "srun.sh"];
 
 fn output(command: &mut Command) -> (i32, String, String) {
     let Output { status, stdout, stderr } = command.output().unwrap();
@@ -54,7 +58,8 @@ fn what_follows_the_command_is_lockstep_s() {
 #[test]
 fn hosts_are_handed_to_mpirun() {
     let line = dry_run(&["--ranks", "8", "--hosts", "a:4,b:4", "--mpi-arg", "--map-by", "--mpi-arg=node", "run"]);
-    assert_eq!(line, "mpirun -n 8 --host a:4\\,b:4 --bind-to none --map-by node lockstep run");
+    let wanted = "mpirun -n 8 --host a:4\\,b:4 --bind-to none -x LOCKSTEP_CACHE_DIR --map-by node lockstep run";
+    assert_eq!(line, wanted);
 }
 
 #[test]
@@ -75,39 +80,52 @@ fn usage_errors_end_with_2_and_name_the_option() {
         (&["--ranks="], "--ranks needs a value"),
         (&["--ranks", "--dry-run", "run"], "--ranks needs a value, found the option --dry-run"),
         (&["--moe-backend", "", "run"], "--moe-backend needs a value"),
+        (&["--cache-dir"], "--cache-dir needs a value"),
         (&["--ranks", "0", "run"], "--ranks takes a whole number of at least 1, found 0"),
         (&["--ranks", "two", "run"], "found two"),
+        (&["--ranks", "6", "--ranks-per-node", "4", "run"], "a multiple of --ranks-per-node"),
         (&["--rank", "2", "run"], "unknown option --rank"),
+        (&["--dry-run=yes", "run"], "--dry-run takes no value"),
         (&["--hosts", "a", "--hostfile", "b", "run"], "not both"),
         (&["--hostfile", "/nowhere", "run"], "/nowhere"),
+        (&["--dry-run", "--ranks=5", "--hosts", "a:2,b:2", "run"], "has room for 4"),
     ] {
-        let (code, stdout, stderr) = output(script("mpirun.sh").args(args));
-        assert_eq!(code, 2, "{args:?}: {stderr}");
-        assert!(stderr.contains(named), "{args:?}: {stderr}");
-        assert!(stdout.is_empty() && stderr.lines().count() == 1, "{args:?}: one line: {stderr}");
+        for launcher in LAUNCHERS {
+            let (code, stdout, stderr) = output(script(launcher).args(args));
+            assert_eq!(code, 2, "{launcher} {args:?}: {stderr}");
+            assert!(stderr.contains(named), "{launcher} {args:?}: {stderr}");
+            assert!(stderr.starts_with(&format!("{launcher}: error: ")), "{stderr}");
+            assert!(stdout.is_empty() && stderr.lines().count() == 1, "{launcher} {args:?}: one line: {stderr}");
+        }
     }
 }
 
 #[test]
 fn a_missing_program_is_the_environment_s_fault() {
-    let (code, _, stderr) = output(script("mpirun.sh").args(["--binary", "/nowhere/lockstep", "run"]));
-    assert_eq!(code, 3, "{stderr}");
-    assert!(stderr.contains("cargo build --release"), "{stderr}");
+    for launcher in LAUNCHERS {
+        let (code, _, stderr) = output(script(launcher).args(["--binary", "/nowhere/lockstep", "run"]));
+        assert_eq!(code, 3, "{launcher}: {stderr}");
+        assert!(stderr.contains("cargo build --release"), "{launcher}: {stderr}");
+    }
 }
 
 #[test]
 fn help_lists_every_option() {
-    let (code, stdout, _) = output(script("mpirun.sh").arg("--help"));
-    assert_eq!(code, 0);
-    let source = fs::read_to_string(root().join("launch/mpirun.sh")).unwrap();
-    let mut num_options = 0;
-    // Patterns of the option loop, as in `    --ranks) ...` and `    --help | -h)`.
-    for line in source.lines().filter_map(|line| line.strip_prefix("    --")) {
-        let name = line.split([')', ' ', '=']).next().unwrap();
-        assert!(name.is_empty() || stdout.contains(&format!("--{name}")), "--{name} is not in the help");
-        num_options += 1;
+    let source = fs::read_to_string(root().join("launch/launcher.sh")).unwrap();
+    // The line of the option loop that lists what takes a value.
+    let listed = source.lines().find(|line| line.trim_start().starts_with("--ranks | ")).unwrap();
+    let mut options: Vec<&str> = listed.trim().trim_end_matches(')').split(" | ").collect();
+    options.extend(["--dry-run", "--help"]);
+    assert!(options.len() >= 11, "{options:?}");
+    for launcher in LAUNCHERS {
+        let (code, stdout, _) = output(script(launcher).arg("--help"));
+        assert_eq!(code, 0);
+        assert!(stdout.starts_with(&format!("Usage: launch/{launcher} ")), "{stdout}");
+        assert!(stdout.lines().all(|line| line.len() <= 128), "{stdout}");
+        for option in &options {
+            assert!(stdout.contains(&format!("\n  {option} ")), "{option} is not in the help of {launcher}");
+        }
     }
-    assert!(num_options >= 9, "only {num_options} options were found");
     for script_name in ["quickstart.sh", "test.sh"] {
         let (code, stdout, _) = output(script(script_name).arg("--help"));
         assert_eq!(code, 0, "{script_name}");

@@ -52,7 +52,7 @@ pub fn command(args: &DoctorArgs, env: &EnvVars) -> Result<Exit, Failure> {
         world.agree(LogSettings::new(args.log, env, &effective).start().map_err(StartError::from))?;
         let cluster = &effective.deployment.cluster;
         let (nodes, ranks_per_node) = (cluster.nodes, cluster.ranks_per_node);
-        world.agree(world.expect_size(nodes, ranks_per_node, env.launched_size()))?;
+        world.agree(world.expect_size(nodes, ranks_per_node))?;
         let mine = world.agree(examine(world, env, (&effective, args.isa)))?;
         let environments = world.agree(agreement::gather_environments(world, &mine))?;
         let must_match = agreement::compare(world, fingerprint(&effective, &mine, &Vec::new()))?.unwrap_or_default();

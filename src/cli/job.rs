@@ -4,11 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
-<<<<<<< HEAD
-use crate::config::Deployment;
-=======
-use crate::config::{Choice as _, Deployment, Payload};
->>>>>>> 6d1252b (Keep a whole layer on the GPU, from hidden states to output)
+use crate::config::{Deployment, Payload};
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
 use crate::layer::{
@@ -416,70 +412,6 @@ fn record(layers: &mut Vec<Done>, position: usize, output: LayerOutput) {
     }
 }
 
-<<<<<<< HEAD
-=======
-fn new_report(world: &World, job: &Job<'_>, session: &Session, share: &Share, load_s: f64) -> RankReport {
-    let bytes_read = session.bytes_read();
-    RankReport {
-        rank: world.rank().0,
-        host: world.host().to_owned(),
-        num_tokens: share.rows.len() as u64,
-        num_threads: job.num_threads,
-        bytes_read: BytesReport { experts: bytes_read.experts, replicated: bytes_read.replicated },
-        weight_bytes: session.layers().iter().map(MoeLayer::weight_bytes).sum(),
-        planned_bytes: session.buffers().total_bytes(),
-        peak_rss_bytes: 0,
-        rows_sent: 0,
-        rows_received: 0,
-        dispatch_bytes_sent: 0,
-        step_collectives: 0,
-        launches: Vec::new(),
-        layers: Vec::new(),
-        phases: vec![("load".to_owned(), load_s)],
-    }
-}
-
-fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decided {
-    let layer = |layer: &MoeLayer| DecidedLayer {
-        layer: layer.decision().layer.0,
-        quant: layer.decision().quant.name().to_owned(),
-        activation: layer.decision().activation.to_string(),
-        transport: layer.carrier().name().to_owned(),
-        payload: layer.travel().payload.name().to_owned(),
-        combine: layer.travel().mode.name().to_owned(),
-        combine_dtype: layer.travel().row_form.form.name().to_owned(),
-        identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
-        dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
-        why: layer.selected().why.to_string(),
-    };
-    let (technique, isa) = session.backend();
-    let (selection, session_digest) = session.digests();
-    Decided {
-        deployment: job.deployment.name.clone(),
-        num_ranks: world.size(),
-        technique: technique.to_owned(),
-        isa: isa.to_string(),
-        selection: selection.to_string(),
-        session: session_digest.to_string(),
-        part: job.part.name().to_owned(),
-        has_latent: session.geometry().latent.is_some(),
-        buffers: *session.buffers(),
-        layers: session.layers().iter().map(layer).collect(),
-        tactics: session.tactics().iter().map(DecidedTactic::from).collect(),
-    }
-}
-
-/// A rank's report is far below this; it bounds the gather alike on all ranks.
-const MAX_REPORT_BYTES: usize = 64 << 20;
-
-fn join(world: &World, report: &RankReport, decided: Decided, step_us: Vec<f64>) -> Option<RunReport> {
-    let mine = serde_json::to_vec(report).unwrap_or_default();
-    let all = world.gather_bytes(&mine, MAX_REPORT_BYTES)?;
-    let ranks = all.iter().filter_map(|bytes| serde_json::from_slice(bytes).ok()).collect();
-    Some(RunReport::join(decided, ranks, StepReport::new(step_us)))
-}
-
->>>>>>> 6d1252b (Keep a whole layer on the GPU, from hidden states to output)
 /// Every layer's rows and top-k at rank 0, in the order of the input.
 fn gather_rows(world: &World, (session, share): (&Session, &Share), layers: Vec<Done>) -> Vec<LayerRows> {
     let gather = |bytes: &[u8], row_bytes: usize| -> Vec<u8> {

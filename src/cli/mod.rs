@@ -92,7 +92,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 fn usage(env: &EnvVars, error: &clap::Error) -> ExitCode {
     // clap ends `--help` and `--version` with 0 and usage errors with 2, which are our codes as well.
     let exit = Exit::from_code(u8::try_from(error.exit_code()).unwrap_or(Exit::BadInput.code()));
-    if exit != Exit::Fine && env.launched_size().is_some_and(|(_, size)| size > 1) {
+    if exit != Exit::Fine && env.launched().is_some_and(|launched| launched.size > 1) {
         // A rank that left with an error now could take the launcher's other ranks along before one has spoken.
         let ended = world::refuse_usage(env, world::UsageError(error.render().to_string()));
         return ended.map_or_else(|failure| end(&failure), |exit| ExitCode::from(exit.code()));

@@ -12,8 +12,10 @@ use crate::env::{EnvError, EnvVars};
 use crate::exit::{Classify, Exit, Known};
 use crate::facts::{self, FactsError, Machine};
 use crate::fault::{FaultError, Faults, Injected, Stage};
+use crate::host;
 use crate::ids::Rank;
 use crate::jit::cache;
+use crate::launched::{LaunchError, Launched, Library};
 use crate::layer::JitOptions;
 use crate::layer::agreement::{Topic, agree_on};
 use crate::select::fingerprint::{FingerprintError, StartBuilder};
@@ -149,7 +151,7 @@ pub fn with_world(env: &EnvVars, body: impl FnOnce(&World) -> Result<Exit, Failu
 /// # Errors
 /// If the signals' handlers can't be set.
 pub fn prepare_to_end(env: &EnvVars) -> Result<(), StartError> {
-    let size = env.launched_size().and_then(|(_, size)| usize::try_from(size).ok());
+    let size = env.launched().and_then(|launched| usize::try_from(launched.size).ok());
     end_well(Ending {
         speak: |message| output::note(message),
         clean_up: remove_unfinished,
@@ -187,6 +189,16 @@ impl Classify for UsageError {
     }
 }
 
+/// Every launched process has found the same; one of them says so, and the others give it time to.
+fn spoken_once(launched: &Launched, error: LaunchError) -> Failure {
+    if launched.speaks() {
+        return error.into();
+    }
+    // Launchers end all processes once one has ended.
+    std::thread::sleep(Duration::from_secs(1));
+    Failure::said_elsewhere(error.exit())
+}
+
 /// MPI, with the limit of the environment or the defaults: the deployment's is not known yet. Beside it whether
 /// `LOCKSTEP_FAULT` could be read.
 fn join(env: &EnvVars) -> Result<(World, Result<(), FaultError>), Failure> {
@@ -194,8 +206,20 @@ fn join(env: &EnvVars) -> Result<(World, Result<(), FaultError>), Failure> {
     let faults = parsed.as_ref().ok().cloned().unwrap_or_default();
     faults.strike(Rank(env.launched_rank().unwrap_or_default()), Stage::Init)?;
     let start_s = env.start_s().unwrap_or(Deployment::default().timeouts.start_s);
+    let launched = env.launched();
+    if let Some(launched) = &launched {
+        let library = World::mpi_version();
+        let library = Library { name: &library, speaks_pmi: host::open_mpi_speaks_pmi() };
+        launched.foresee(library).map_err(|error| spoken_once(launched, error))?;
+    }
     let world = World::init(Duration::from_secs(start_s), faults)?;
     logging::set_rank(world.rank().0);
+    if let Some(launched) = &launched
+        && let Err(error) = launched.expect_one_world(world.size())
+    {
+        world.finish();
+        return Err(spoken_once(launched, error));
+    }
     Ok((world, parsed.map(drop)))
 }
 
@@ -217,7 +241,7 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.begin("starting");
     world.agree(world.fault(Stage::Start))?;
     let cluster = &effective.deployment.cluster;
-    world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node, env.launched_size()))?;
+    world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node))?;
     let asked = world.agree(common.threads(env))?;
     let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
     let cache_dir = cache_dir(&effective, env).map(Into::into);

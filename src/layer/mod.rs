@@ -250,13 +250,11 @@ impl MoeLayer {
         input: &LayerInput<'_>,
     ) -> Result<LayerOutput, LayerError> {
         let mut stats = LayerStats::new(self.travel.placement.local_experts(world.rank()).len());
-<<<<<<< HEAD
         if input.record_spans {
             stats.times.record_spans();
-=======
+        }
         if let Some(on_device) = self.device.as_ref().zip(self.block.as_ref()) {
             return self.forward_on_device(on_device, (world, capacity), input, stats);
->>>>>>> 6d1252b (Keep a whole layer on the GPU, from hidden states to output)
         }
         if input.part == Part::Shared {
             let values = self.shared_rows(input.hidden, &mut stats)?;

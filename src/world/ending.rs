@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Once, OnceLock};
 use std::time::Duration;
 
 use mpi::topology::SimpleCommunicator;
@@ -92,9 +92,17 @@ pub(super) fn speak(message: &str) {
 /// messages were lost without it (4.0.2, four ranks on two busy cores, 2026-11-30).
 const READ_WITHIN: Duration = Duration::from_millis(100);
 
+/// How long MPI may take to end the job, before this process ends alone.
+const ABORT_LIMIT: Duration = Duration::from_secs(5);
+
 /// Ends all ranks with `exit`'s code, without waiting for any.
 pub fn abort_job(exit: Exit) -> ! {
     clean_up();
+    // MPI asks the launcher to end the others, and waits for ever where that can't be reached, as over a cut link.
+    let _ = std::thread::Builder::new().name("abort".to_owned()).spawn(move || {
+        std::thread::sleep(ABORT_LIMIT);
+        exit_at_once(exit);
+    });
     if mpi::environment::is_initialized() && !mpi::environment::is_finalized() {
         std::thread::sleep(READ_WITHIN);
         SimpleCommunicator::world().abort(i32::from(exit.code()));
@@ -109,12 +117,25 @@ pub(super) fn exit_at_once(exit: Exit) -> ! {
     signal_hook::low_level::exit(i32::from(exit.code()))
 }
 
-/// Removes what is half-written, once: writers wait from here on for the end of the process.
-fn clean_up() {
+/// Removes what is half-written. Writers wait from here on for the end of the process, and so would whoever removed a
+/// second time, as where a process that aborts is told to end.
+pub(super) fn clean_up() {
+    static IS_CLEAN: Once = Once::new();
     if let Some(ending) = ENDING.get() {
-        (ending.clean_up)();
+        IS_CLEAN.call_once(ending.clean_up);
     }
 }
+
+/// How long a rank leaves it to those before it to speak for all that wait.
+fn turn(waiting: &[Rank], mine: Rank) -> Duration {
+    match waiting.iter().take_while(|rank| **rank < mine).count() {
+        0 => Duration::ZERO,
+        before => 4 * GRACE + 2 * GRACE * u32::try_from(before.min(MAX_BEFORE) - 1).unwrap_or_default(),
+    }
+}
+
+/// Whoever has more before it does not wait longer for them.
+const MAX_BEFORE: usize = 8;
 
 /// How long notices of other ranks may still arrive once the limit has passed, and the speaker has to speak.
 const GRACE: Duration = Duration::from_millis(500);
@@ -123,10 +144,8 @@ impl World {
     /// Says who is missing and ends the job. The lowest rank that waits speaks for all of them.
     pub(super) fn abort_after_limit(&self, operation: &str) -> ! {
         std::thread::sleep(GRACE);
-        if self.roll.call(&self.comm).waiting.first() != Some(&self.rank) {
-            // Its limit may pass a little later.
-            std::thread::sleep(4 * GRACE);
-        }
+        // Another's limit may pass a little later; where that can't be reached the next in line speaks.
+        std::thread::sleep(turn(&self.roll.call(&self.comm).waiting, self.rank));
         let Attendance { waiting, missing, is_said } = self.roll.call(&self.comm);
         if is_said {
             // Whoever speaks ends the job. If this rank is still there after a while, that has not reached it.
@@ -200,6 +219,16 @@ fn too_late(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_speak_in_turn() {
+        let waiting = [0, 1, 2, 3].map(Rank);
+        let turns = waiting.map(|rank| turn(&waiting, rank).as_millis());
+        assert_eq!(turns, [0, 2000, 3000, 4000]);
+        assert_eq!(turn(&waiting[2..], Rank(3)).as_millis(), 2000);
+        let many: Vec<Rank> = (0..100).map(Rank).collect();
+        assert_eq!(turn(&many, Rank(99)).as_millis(), 9000);
+    }
 
     fn load() -> Phase {
         Phase { name: "load", limit: Duration::from_secs(4), key: "timeouts.load_s" }

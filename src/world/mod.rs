@@ -60,27 +60,13 @@ pub enum WorldError {
         /// The world's size.
         found: u32,
     },
-    /// The launcher started singletons.
-    #[error(
-        "{variable}={launched} says that {launched} processes were launched, but MPI formed a world of {found}: \
-         every process would believe that it is alone. Use the mpirun of the MPI that lockstep was built with \
-         (`mpirun -n {launched}`), or `srun --mpi=pmix`"
-    )]
-    Singletons {
-        /// The launcher's variable.
-        variable: String,
-        /// What it says.
-        launched: u32,
-        /// The world's size.
-        found: u32,
-    },
 }
 
 impl Classify for WorldError {
     fn exit(&self) -> Exit {
         match self {
             Self::Size { .. } => Exit::BadInput,
-            Self::AlreadyInitialised | Self::Singletons { .. } => Exit::Environment,
+            Self::AlreadyInitialised => Exit::Environment,
         }
     }
 }
@@ -330,25 +316,12 @@ impl World {
         self.carried_to.borrow().clone()
     }
 
-    /// Checks the world against what was asked for and what the launcher believes.
-    ///
-    /// `launched` is the launcher's own count with the variable it was read from.
+    /// Checks the world against what was asked for.
     ///
     /// # Errors
     /// If the sizes differ.
-    pub fn expect_size(
-        &self,
-        nodes: u32,
-        ranks_per_node: Option<u32>,
-        launched: Option<(&str, u32)>,
-    ) -> Result<(), WorldError> {
+    pub fn expect_size(&self, nodes: u32, ranks_per_node: Option<u32>) -> Result<(), WorldError> {
         let found = u32::try_from(self.size).unwrap_or(u32::MAX);
-        if let Some((variable, launched)) = launched
-            && found == 1
-            && launched > 1
-        {
-            return Err(WorldError::Singletons { variable: variable.to_owned(), launched, found });
-        }
         if let Some(ranks_per_node) = ranks_per_node {
             let wanted = nodes.saturating_mul(ranks_per_node);
             if wanted != found {

@@ -31,7 +31,7 @@ pub(super) fn end_on_signals(ending: Ending) -> io::Result<()> {
 }
 
 fn end(ending: Ending, origin: &Origin) -> ! {
-    (ending.clean_up)();
+    ending::clean_up();
     let is_first = ending::fall_silent();
     let place = ending::place();
     let by_launcher = ending.launched.is_some() && is_from_parent(origin);
@@ -42,6 +42,8 @@ fn end(ending: Ending, origin: &Origin) -> ! {
     // has said why.
     match place {
         _ if !is_first || (by_launcher && ending.launcher_speaks) => {}
+        // Launchers tell all ranks.
+        Some((rank, _)) if rank != Rank(0) && by_launcher => {}
         Some((rank, _)) if rank != Rank(0) => {
             std::thread::sleep(OTHERS_WAIT);
             ending::speak(&farewell(origin.signal, place, by_launcher));

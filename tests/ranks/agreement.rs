@@ -401,7 +401,7 @@ fn doctor_marks_a_planted_difference() {
     }
 }
 
-fn copy_dir(from: &Path, to: &Path) {
+pub(crate) fn copy_dir(from: &Path, to: &Path) {
     std::fs::create_dir(to).expect("a directory");
     for entry in std::fs::read_dir(from).expect("the fixture") {
         let entry = entry.expect("an entry");
@@ -410,7 +410,7 @@ fn copy_dir(from: &Path, to: &Path) {
 }
 
 /// Doubles the scalar of the first tensor whose name ends in `suffix`, in whichever file has it.
-fn double_first_f32(dir: &Path, suffix: &str) -> bool {
+pub(crate) fn double_first_f32(dir: &Path, suffix: &str) -> bool {
     let files = std::fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").path());
     for file in files.filter(|file| file.extension().is_some_and(|extension| extension == "safetensors")) {
         let mut tensors = safetensors::read(&file);

@@ -4,12 +4,15 @@
 //! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
-//! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run.
+//! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run; `cluster` runs
+//! on two hosts.
 
 mod agreement;
 mod agreement_cost;
 mod bits;
 mod cases;
+#[path = "../cluster/mod.rs"]
+mod cluster;
 mod equal_setups;
 mod fixtures;
 mod inspect;

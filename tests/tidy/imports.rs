@@ -8,7 +8,7 @@ use super::source::Source;
 const ORDER: &[&[&str]] = &[
     &["exit"],
     &["ids"],
-    &["near"],
+    &["near", "launched"],
     &["numerics"],
     &["routing"],
     &["model"],

@@ -40,6 +40,7 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         combine: layer.travel().mode.name().to_owned(),
         combine_dtype: layer.travel().row_form.form.name().to_owned(),
         identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
+        dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
         why: layer.selected().why.to_string(),
     };
     let (technique, isa) = session.backend();

@@ -149,8 +149,9 @@ fn a_directory_says_what_its_geometry_says() {
 /// Every file of `topology/` can be planned; the sixteen GB300 are those that Kimi K3's published figures are of.
 #[test]
 fn topologies_can_be_planned() {
-    for (file, num_ranks) in [("laptop", 1), ("h200", 1), ("h200x2", 2), ("2x8-h200", 16), ("4x4-gb300-k3", 16)]
-        .map(|(name, ranks)| (format!("../../topology/{name}.yaml"), ranks))
+    for (file, num_ranks) in
+        [("laptop", 1), ("two-hosts", 4), ("h200", 1), ("h200x2", 2), ("2x8-h200", 16), ("4x4-gb300-k3", 16)]
+            .map(|(name, ranks)| (format!("../../topology/{name}.yaml"), ranks))
     {
         let plan = plan(&PlanArgs { tokens: Some(64), ..args("kimi-k3", &file) }).expect("a plan");
         assert_eq!(plan.num_ranks, num_ranks, "{file}");

@@ -73,12 +73,13 @@ struct Cluster {
     num_ranks: usize,
 }
 
-const CLUSTERS: [Cluster; 5] = [
+const CLUSTERS: [Cluster; 6] = [
     Cluster { deployment: "laptop", environment: "cpu-avx2", model: "qwen3-235b", num_ranks: 4 },
     Cluster { deployment: "h200", environment: "h200", model: "qwen3-235b", num_ranks: 1 },
     Cluster { deployment: "h200x2", environment: "h200x2", model: "kimi-k3", num_ranks: 2 },
     Cluster { deployment: "2x8-h200", environment: "2x8-h200", model: "deepseek-v3", num_ranks: 16 },
     Cluster { deployment: "4x4-gb300-k3", environment: "4x4-gb300", model: "kimi-k3", num_ranks: 16 },
+    Cluster { deployment: "two-hosts", environment: "cpu-avx2", model: "qwen3-235b", num_ranks: 4 },
 ];
 
 fn topology() -> &'static Path {

@@ -12,6 +12,7 @@ mod paths;
 mod publish;
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::key::{Key, KeyParts};
@@ -21,6 +22,15 @@ pub use paths::Place;
 pub(crate) use publish::remove_unfinished;
 
 use publish::Passing;
+
+/// Whether a directory is there and is neither this user's nor the system's: anybody may have made one below `/tmp`.
+fn is_anothers(dir: &Path) -> bool {
+    let owner = |path: &Path| fs::metadata(path).map(|metadata| metadata.uid());
+    match (owner(dir), owner(Path::new("/proc/self"))) {
+        (Ok(owner), Ok(user)) => owner != user && owner != 0,
+        _ => false,
+    }
+}
 
 /// The kernels that one rank keeps and finds.
 #[derive(Debug)]
@@ -42,6 +52,14 @@ impl Cache {
     /// processes of this host left half-written is removed.
     #[must_use]
     pub fn open(root: Option<&Path>, place: &Place) -> Self {
+        if let Some(root) = root.filter(|root| is_anothers(root)) {
+            let mut cache = Self::open(None, place);
+            cache.fall_back(&format!(
+                "{} belongs to another user, whose kernels are not run as one's own",
+                root.display()
+            ));
+            return cache;
+        }
         let own = root.map(|root| place.own(root));
         let shared = root.map(paths::shared).filter(|shared| own.as_ref() != Some(shared));
         let host = paths::word(place.host());

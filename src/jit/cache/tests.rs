@@ -255,3 +255,24 @@ fn a_listing_shows_every_layer_and_judges_each_entry() {
     let pruned = prune(root.path(), |listed| listed.artefact.is_err()).expect("pruned");
     assert_eq!((pruned.num_removed, list(root.path()).expect("a list").len()), (1, 2));
 }
+
+/// Below `/tmp` anybody may have made the directory first, and what lies there would run on this user's GPU.
+#[test]
+fn another_user_s_directory_is_not_used() {
+    let root = tempfile::tempdir().expect("a directory");
+    let made = one();
+    Cache::open(Some(root.path()), &place(0)).publish(&made);
+    let found = || Cache::open(Some(root.path()), &place(0)).find("k", made.key()).is_some();
+    assert!(found(), "one's own");
+    if std::os::unix::fs::chown(root.path(), Some(54321), None).is_err() {
+        // Only root can give a directory away; /proc/1 is root's then, which is trusted.
+        assert!(!is_anothers(Path::new("/proc/1")));
+        return;
+    }
+    assert!(!found(), "another's");
+    let mut cache = Cache::open(Some(root.path()), &place(0));
+    let notes = cache.take_notes();
+    assert!(notes.len() == 1 && notes[0].contains("belongs to another user"), "{notes:?}");
+    cache.publish(&made);
+    assert_eq!(cache.take_notes(), Vec::<String>::new(), "it is kept in a private directory");
+}

@@ -41,6 +41,7 @@ impl Made {
             combine: "slot".to_owned(),
             combine_dtype: "f32".to_owned(),
             identities: vec![format!("lockstep.simd.{}.nvfp4", self.name)],
+            dense: Vec::new(),
             why: "preferred by backend auto".to_owned(),
         }
     }
@@ -52,7 +53,8 @@ impl Made {
         let quant = serde_json::json!({"num_blocks": 0, "num_saturated": 0, "num_zeroed": 0});
         let of_layer = |layer: u32| {
             serde_json::json!({
-                "layer": layer, "first_expert": own.start, "rows_per_expert": rows, "chunks": 1, "tactics": [],
+                "layer": layer, "first_expert": own.start, "rows_per_expert": rows, "chunks": 1, "device_waits": 0,
+                "tactics": [],
                 "fc1_input": quant, "fc2_input": quant, "slots": rows.iter().sum::<u64>(), "num_not_finite": 0,
             })
         };

@@ -13,17 +13,34 @@ fn functions() -> Vec<String> {
     list.split('"').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// What a stand-in answers where the probe asks; everything else is an error. `DEVICES` devices of compute capability 9.0.
+/// What a stand-in answers where the probe asks; everything else is an error. `DEVICES` devices of each host, as
+/// `CUDA_VISIBLE_DEVICES` shows them.
 const ANSWERS: &str = r#"
+#include <stdlib.h>
 #include <string.h>
-int cuInit(unsigned flags) { return DEVICES == 0 ? 100 : INIT; }
+#include <unistd.h>
+/* The number of the device that is seen as `ordinal`, or with -1 how many are seen. */
+static int seen(int ordinal) {
+    const char *list = getenv("CUDA_VISIBLE_DEVICES");
+    int count = 0;
+    if (!list) return ordinal < 0 ? DEVICES : ordinal;
+    for (; *list >= '0' && *list - '0' < DEVICES; list += list[1] == ',' ? 2 : 1)
+        if (count++ == ordinal) return *list - '0';
+    return count;
+}
+int cuInit(unsigned flags) { return seen(-1) == 0 ? 100 : INIT; }
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
-int cuDeviceGetCount(int *count) { *count = DEVICES; return 0; }
+int cuDeviceGetCount(int *count) { *count = seen(-1); return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 1ull << 37; return 0; }
 int cuDeviceGetName(char *name, int len, int device) { strncpy(name, "Stand-in GPU", len); return 0; }
 int cuDeviceGetPCIBusId(char *id, int len, int device) { strncpy(id, "0000:19:00.0", len); return 0; }
-int cuDeviceGetUuid_v2(char *uuid, int device) { memset(uuid, device, 16); return 0; }
+int cuDeviceGetUuid_v2(char *uuid, int device) {
+    memset(uuid, 0, 16);
+    gethostname(uuid, 15);
+    uuid[15] = seen(device);
+    return 0;
+}
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 75 ? MAJOR : attribute == 76 ? 0 : 132;
     return 0;

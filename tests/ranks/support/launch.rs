@@ -3,7 +3,6 @@
 //! Knows nothing of what the command means.
 
 use std::ffi::OsString;
-use std::fs::File;
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -16,19 +15,19 @@ use std::time::{Duration, Instant};
 
 use super::disturb::{Pipes, Running};
 use super::processes::{MARKER, high_water_mark, kill, marked_processes, wait_until_gone};
+use super::slots::take_slot;
 
 /// Every failing case has to be over by then (DESIGN: all ranks gone within 30 s).
 pub const FAILURE_LIMIT: Duration = Duration::from_secs(30);
 /// A case that succeeds may take longer on a busy machine; beyond this it hangs.
 pub const SUCCESS_LIMIT: Duration = Duration::from_secs(240);
-/// Jobs at once over all test threads and processes: the smallest machine we test on has two cores.
-const NUM_SLOTS: usize = 2;
 
 /// A command to start.
 #[derive(Debug, Clone)]
 pub struct Job {
     ranks: Option<usize>,
     through_launcher: bool,
+    behind: Vec<OsString>,
     program: PathBuf,
     args: Vec<OsString>,
     env: Vec<(String, String)>,
@@ -83,6 +82,7 @@ pub fn alone() -> Job {
     Job {
         ranks: None,
         through_launcher: false,
+        behind: Vec::new(),
         program: env!("CARGO_BIN_EXE_lockstep").into(),
         args: Vec::new(),
         env: vec![("LOCKSTEP_THREADS".into(), "1".into())],
@@ -105,6 +105,12 @@ impl Job {
     pub fn word(mut self, word: &str, other: &str) -> Self {
         let found = self.args.iter_mut().find(|known| *known == word);
         *found.unwrap_or_else(|| panic!("no {word} to replace")) = other.into();
+        self
+    }
+
+    /// Puts words before the program, as those of another launcher.
+    pub fn behind<A: Into<OsString>>(mut self, words: impl IntoIterator<Item = A>) -> Self {
+        self.behind = words.into_iter().map(Into::into).collect();
         self
     }
 
@@ -173,13 +179,14 @@ impl Job {
         self
     }
 
-    fn program(mut self, program: &str) -> Self {
+    /// Runs another program.
+    pub fn program(mut self, program: &str) -> Self {
         self.program = program.into();
         self
     }
 
     fn command_line(&self) -> Vec<OsString> {
-        let mut line: Vec<OsString> = Vec::new();
+        let mut line = self.behind.clone();
         if let Some(ranks) = self.ranks
             && !self.of_rank.is_empty()
         {
@@ -384,28 +391,6 @@ impl Outcome {
 fn mpi_launcher() -> Vec<OsString> {
     let words = std::env::var("LOCKSTEP_TEST_MPIRUN").unwrap_or_else(|_| "mpirun --oversubscribe".into());
     words.split_whitespace().map(Into::into).collect()
-}
-
-/// Waits for one of the slots; the lock goes with the file. Files and not a semaphore, so that a runner which starts a
-/// process a test is held to the same number.
-fn take_slot() -> File {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let first = std::process::id() as usize + NEXT.fetch_add(1, Ordering::Relaxed);
-    let mut slots: Vec<File> = (0..NUM_SLOTS)
-        .map(|slot| {
-            let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("ranks-slot-{slot}"));
-            File::create(&path).unwrap_or_else(|error| panic!("cannot create {}: {error}", path.display()))
-        })
-        .collect();
-    let mine = (0..NUM_SLOTS)
-        .map(|step| (first + step) % NUM_SLOTS)
-        .find(|&slot| slots[slot].try_lock().is_ok())
-        .unwrap_or_else(|| {
-            let slot = first % NUM_SLOTS;
-            slots[slot].lock().expect("a slot can be locked");
-            slot
-        });
-    slots.swap_remove(mine)
 }
 
 /// Reads to the end and shows in `seen` what has come so far. No pipe, nothing to read: its other end is closed at once.

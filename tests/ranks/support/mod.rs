@@ -15,4 +15,5 @@ pub mod report;
 pub mod run;
 pub mod safetensors;
 pub mod scene;
+pub mod slots;
 pub mod tensor;
