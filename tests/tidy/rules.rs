@@ -53,6 +53,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/dispatch/nccl.rs",
     "src/backend/cuda/programs.rs",
     "src/backend/cuda/experts.rs",
+    "src/backend/cuda/local.rs",
 ];
 
 /// What a pure module may not use, whoever keeps its door.

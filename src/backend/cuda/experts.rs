@@ -60,17 +60,7 @@ impl ExpertsBuilder for Builder {
         };
         let stream = &self.shared.stream;
         let (fc1, fc2) = (DeviceBuffer::from_slice(stream, &fc1.bytes)?, DeviceBuffer::from_slice(stream, &fc2.bytes)?);
-        let (gate_scale, _) = scales(&expert.gate);
-        let (up_scale, _) = scales(&expert.up);
-        let (down_scale, input_scale) = scales(&expert.down);
-        let entry = ExpertEntry {
-            fc1: fc1.address(),
-            fc2: fc2.address(),
-            gate_scale,
-            up_scale,
-            down_scale,
-            input_scale: input_scale.unwrap_or(1.0),
-        };
+        let entry = ExpertEntry { fc1: fc1.address(), fc2: fc2.address(), ..entry(expert) };
         let identity = checks::identity(self.shared.technique, &self.spec, expert);
         self.experts.push(PackedExpert { fc1, fc2, entry, weights, identity });
         Ok(())
@@ -102,7 +92,15 @@ fn scales(weight: &Projection) -> (f32, Option<f32>) {
     }
 }
 
-fn gemm(spec: &ExpertsSpec, weights: Weights) -> Result<GroupedGemm, BackendError> {
+/// An expert's scales; its addresses are still missing.
+pub(super) fn entry(expert: &ExpertTensors) -> ExpertEntry {
+    let (gate_scale, _) = scales(&expert.gate);
+    let (up_scale, _) = scales(&expert.up);
+    let (down_scale, input_scale) = scales(&expert.down);
+    ExpertEntry { gate_scale, up_scale, down_scale, input_scale: input_scale.unwrap_or(1.0), ..ExpertEntry::default() }
+}
+
+pub(super) fn gemm(spec: &ExpertsSpec, weights: Weights) -> Result<GroupedGemm, BackendError> {
     let narrow = |width, found| u32::try_from(found).map_err(|_| BackendError::Width { width, found });
     Ok(GroupedGemm {
         hidden: narrow("hidden", spec.hidden)?,
@@ -162,12 +160,12 @@ impl Experts for Group {
 }
 
 /// A width in whole steps.
-fn padded(width: usize) -> usize {
+pub(super) fn padded(width: usize) -> usize {
     width.next_multiple_of(STEP_K as usize)
 }
 
 /// At most so many rows, each expert's rounded up.
-fn padded_rows(num_rows: usize, num_experts: usize) -> usize {
+pub(super) fn padded_rows(num_rows: usize, num_experts: usize) -> usize {
     let group = IMAGE_GROUP_ROWS as usize;
     num_rows.next_multiple_of(group) + num_rows.min(num_experts) * (group - 1)
 }

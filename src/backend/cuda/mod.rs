@@ -3,6 +3,7 @@
 //! A batch comes from the host and rows go back to it. Dense projections (router, latent) run on the host's cores.
 
 mod experts;
+mod local;
 pub mod pack;
 mod programs;
 mod workspace;
@@ -15,6 +16,7 @@ use crate::checkpoint::tensors::Projection;
 use crate::cuda::{Device, Stream};
 use crate::jit::kernels::Family;
 use crate::jit::{Arch, KernelRequest};
+pub use local::{LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
 use programs::Programs;
 use workspace::Workspace;
 

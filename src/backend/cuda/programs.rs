@@ -26,6 +26,11 @@ impl Programs {
         Ok(Self { device, arch, source, modules: Mutex::default() })
     }
 
+    /// What kernels are compiled for.
+    pub(super) fn arch(&self) -> Arch {
+        self.arch
+    }
+
     /// The kernels of a schedule, loaded if they are not there yet.
     pub(super) fn schedule(&self, schedule: Schedule, gemm: &GroupedGemm) -> Result<Program, BackendError> {
         let module = self.module(schedule.request(gemm, self.arch))?;
@@ -63,7 +68,8 @@ impl Programs {
         Ok(Step { function: module.function(GatherTokens::FUNCTION)?, shape, reads_image: false })
     }
 
-    fn module(&self, request: KernelRequest) -> Result<Module, BackendError> {
+    /// A kernel's module.
+    pub(super) fn module(&self, request: KernelRequest) -> Result<Module, BackendError> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, module)) = modules.iter().find(|(known, _)| *known == request) {
             return Ok(module.clone());

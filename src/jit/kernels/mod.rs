@@ -1,10 +1,12 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
+mod ceilings;
 pub mod grouped_gemm;
 mod probes;
 mod quantise;
 mod schedule;
 
+pub use ceilings::{ReadAll, ReadArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
 pub use schedule::{Chooser, Family};
@@ -19,7 +21,8 @@ use grouped_gemm::{GatherTokens, GroupedGemm, Schedule, Weights};
 #[must_use]
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
-    quantise.into_iter().chain(probes::all(arch)).chain(grouped_gemm::all(arch)).collect()
+    let others = [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch)].into_iter().flatten();
+    quantise.into_iter().chain(others).collect()
 }
 
 /// The kernels that a layer may need on an architecture: they follow from the layer alone, so that their number does not
