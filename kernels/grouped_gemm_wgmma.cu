@@ -182,17 +182,31 @@ struct Seat {
     }
 };
 
+/// Where a warp's weights of a step lie, less where its stage starts.
+DEVICE u32 weights_place(const Seat& seat) {
+    const u32 unit = kWeightsAt + seat.unit * kUnitBytes;
+    u32 place = WEIGHT_BITS == 4 ? unit + seat.tile * kTileBytes + seat.lane * 16 : unit;
+    asm volatile("" : "+r"(place));  // else it is computed again at every step, before anything is decoded
+    return place;
+}
+
 /// A warp's weights of one step.
 #if WEIGHT_BITS == 4
 struct Weights {
     Word4 words[kTiles];
     u32 scales;
 
-    DEVICE Weights(u32 unit, const Seat& seat) {
+    DEVICE void load(u32 at, u32 scales_at, const Seat&) {
 #pragma unroll
-        for (u32 i = 0; i < kTiles; ++i) words[i] = load_shared4(unit + (seat.tile + i) * kTileBytes + seat.lane * 16);
-        const u32 at = unit + kScalesAt + seat.lane * 4;
-        scales = kTiles == 2 ? load_shared(at) : load_shared_u16(at + seat.tile * 2);
+        for (u32 i = 0; i < kTiles; ++i) words[i] = load_shared4(at + i * kTileBytes);
+        scales = kTiles == 2 ? load_shared(scales_at) : load_shared_u16(scales_at);
+    }
+
+    /// Where a step's scales lie, by its codes.
+    DEVICE static u32 scales_place(const Seat& seat, u32 place) {
+        u32 scales = place - seat.tile * kTileBytes - seat.lane * 16 + kScalesAt + seat.lane * 4 + seat.tile * 2;
+        asm volatile("" : "+r"(scales));
+        return scales;
     }
 
     /// The A fragments of MMAs `2 * kHalf` and `2 * kHalf + 1`.
@@ -211,7 +225,12 @@ struct Weights {
     u32 unit;
     u32 tile;
 
-    DEVICE Weights(u32 unit, const Seat& seat) : unit(unit), tile(seat.tile) {}
+    DEVICE void load(u32 at, u32, const Seat& seat) {
+        unit = at;
+        tile = seat.tile;
+    }
+
+    DEVICE static u32 scales_place(const Seat&, u32) { return 0; }
 
     template <u32 kHalf>
     DEVICE void decode(u32 (&a)[kTiles][2][4]) const {
@@ -227,22 +246,25 @@ struct Weights {
 /// What scales sums back to weights' values before their global scale. A power of two: it may be applied to either factor.
 constexpr float kSumFactor = WEIGHT_BITS == 4 ? kDecodeFactor : 1.0f;
 
-/// Multiplies all steps of a tile, K ascending.
+/// Multiplies all steps of a tile, K ascending. The first stage has come.
 ///
 /// Half a step is decoded while the other half's group of MMAs runs: the two sets of fragments are never the same
-/// registers, and one group is always under way.
+/// registers, and one group is always under way. A step's weights are loaded before the last step's MMAs are waited for.
 template <u32 kSteps>
 DEVICE void multiply_tile(const Seat& seat, Pipeline& ring, float (&acc)[kTiles][kRowTiles][4]) {
+    constexpr u32 kStageBytes = kUnitsPerBlock * kUnitBytes;
+    const u32 place = weights_place(seat), scales_place = Weights::scales_place(seat, place);
     u32 first[kTiles][2][4], second[kTiles][2][4];
     u32 previous_empty = 0;
     u32 accumulate = 0;
+    Weights weights;
+    weights.load(ring.shared + place + ring.stage * kStageBytes, ring.shared + scales_place + ring.stage * kStageBytes, seat);
 #pragma unroll 1
     for (u32 step = 0; step < kSteps; step += kStageSteps) {
-        barrier_wait(ring.full_barrier(), ring.parity);
+        const u32 empty = ring.empty_barrier();
 #pragma unroll
         for (u32 i = 0; i < kStageSteps; ++i) {
             const u64 rows = row_descriptor(ring.rows(i));
-            const Weights weights(ring.unit(seat.unit) + i * kWeightBytes, seat);
             weights.decode<0>(first);
             wgmma_fence();
 #pragma unroll
@@ -265,11 +287,21 @@ DEVICE void multiply_tile(const Seat& seat, Pipeline& ring, float (&acc)[kTiles]
                 }
             }
             wgmma_commit();
+            if (i + 1 < kStageSteps) {
+                const u32 at = ring.stage * kStageBytes + (i + 1) * kWeightBytes;
+                weights.load(ring.shared + place + at, ring.shared + scales_place + at, seat);
+            } else {
+                ring.advance();
+                if (step + kStageSteps < kSteps) {
+                    barrier_wait(ring.full_barrier(), ring.parity);
+                    const u32 at = ring.stage * kStageBytes;
+                    weights.load(ring.shared + place + at, ring.shared + scales_place + at, seat);
+                }
+            }
             wgmma_wait<1>();
         }
         accumulate = 1;
-        previous_empty = ring.empty_barrier();
-        ring.advance();
+        previous_empty = empty;
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -299,29 +331,32 @@ DEVICE void activate_tile(const GroupedGemmArgs& args, const Expert& expert, boo
 /// Sends the activations of a tile through NVFP4: a unit's 16 columns are a block.
 DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scale, u32 amax_shared,
                             float (&acc)[kTiles][kRowTiles][4], QuantCounts& counts) {
-    const u32 g = seat.lane / 4, t = seat.lane % 4, warp = threadIdx.x / kWarp - 4;
+    const u32 g = seat.lane / 4, t = seat.lane % 4;
     const float inverse_scale = __fdiv_rn(1.0f, input_scale);
-    // With one tile a warp both warps of a unit need both maxima, and 256 rows' would not fit registers.
-    [[maybe_unused]] u32 amax[kTiles == 2 ? kRowTiles : 1][2];
+    // As integers magnitudes order like their bits, and NaN wins.
+    const auto amax_of_warp = [&](u32 n, u32 c) {
+        u32 bits = nvfp4::magnitude_bits(acc[0][n][c]);
+        if constexpr (kTiles == 2) bits = max(bits, nvfp4::magnitude_bits(acc[kTiles - 1][n][c]));
 #pragma unroll
-    for (u32 n = 0; n < kRowTiles; ++n) {
+        for (u32 distance = 4; distance < kWarp; distance *= 2) {
+            bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
+        }
+        return bits;
+    };
+    // With one tile a warp both warps of a unit need both maxima, which meet in shared memory.
+    [[maybe_unused]] const u32 mine = amax_shared + (threadIdx.x / kWarp - 4) * BLOCK_ROWS * 4;
+    [[maybe_unused]] const u32 others = amax_shared + ((threadIdx.x / kWarp - 4) ^ 1) * BLOCK_ROWS * 4;
+    if constexpr (kTiles == 1) {
 #pragma unroll
-        for (u32 c = 0; c < 2; ++c) {
-            // As integers magnitudes order like their bits, and NaN wins.
-            u32 bits = nvfp4::magnitude_bits(acc[0][n][c]);
-            if constexpr (kTiles == 2) bits = max(bits, nvfp4::magnitude_bits(acc[kTiles - 1][n][c]));
+        for (u32 n = 0; n < kRowTiles; ++n) {
 #pragma unroll
-            for (u32 distance = 4; distance < kWarp; distance *= 2) {
-                bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
-            }
-            if constexpr (kTiles == 2) {
-                amax[n][c] = bits;
-            } else if (g == 0) {
-                store_shared(amax_shared + (warp * BLOCK_ROWS + n * 8 + 2 * t + c) * 4, bits);
+            for (u32 c = 0; c < 2; ++c) {
+                const u32 bits = amax_of_warp(n, c);
+                if (g == 0) store_shared(mine + (n * 8 + 2 * t + c) * 4, bits);
             }
         }
+        named_barrier<kGroupThreads>(2 + seat.group);
     }
-    if (kTiles == 1) named_barrier<kGroupThreads>(2 + seat.group);
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
 #pragma unroll
@@ -329,10 +364,9 @@ DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scal
             const u32 row = n * 8 + 2 * t + c;
             u32 bits;
             if constexpr (kTiles == 2) {
-                bits = amax[n][c];
+                bits = amax_of_warp(n, c);
             } else {
-                bits = max(load_shared(amax_shared + (warp * BLOCK_ROWS + row) * 4),
-                           load_shared(amax_shared + ((warp ^ 1) * BLOCK_ROWS + row) * 4));
+                bits = max(load_shared(mine + row * 4), load_shared(others + row * 4));
             }
             const BlockScale scale = block_scale(bits, inverse_scale);
             if (g == 0 && seat.tile == 0 && row < work.num_rows) counts.add(scale);

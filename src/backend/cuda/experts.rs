@@ -14,10 +14,10 @@ use crate::backend::checks::{self, add_counts};
 use crate::backend::{BackendError, ExpertBatch, Experts, ExpertsBuilder, ExpertsSpec, ForwardStats};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
-use crate::jit::kernels::Chooser;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, STEP_K, Schedule, Weights,
 };
+use crate::jit::kernels::{BatchSchedules, Chooser};
 use crate::numerics::nvfp4::{BLOCK, QuantCounts};
 use crate::select::Identity;
 
@@ -177,16 +177,25 @@ fn clipped_offsets(expert_offsets: &[usize], rows: &Range<usize>) -> Vec<u32> {
 }
 
 impl Group {
+    /// The schedules of the experts of a format.
+    fn schedules(&self, weights: Weights, batch: &ExpertBatch<'_>) -> Result<BatchSchedules, BackendError> {
+        let rows = self.experts.iter().zip(batch.expert_offsets.windows(2));
+        let counts = rows.filter(|(expert, _)| expert.weights == weights).map(|(_, offsets)| offsets[1] - offsets[0]);
+        Ok(self.chooser.batch(&gemm(&self.spec, weights)?, &counts.collect::<Vec<_>>()))
+    }
+
     /// Deals the experts that have rows out to programs.
     fn shares(&self, batch: &ExpertBatch<'_>) -> Result<Vec<Share<'_>>, BackendError> {
         let mut shares: BTreeMap<usize, Share<'_>> = BTreeMap::new();
+        let of_nvfp4 = self.schedules(Weights::Nvfp4, batch)?;
+        let of_bf16 = self.schedules(Weights::Bf16, batch)?;
         for (index, (expert, offsets)) in self.experts.iter().zip(batch.expert_offsets.windows(2)).enumerate() {
             let num_rows = offsets[1] - offsets[0];
             if num_rows == 0 {
                 continue;
             }
-            let schedule = self.chooser.schedule(&gemm(&self.spec, expert.weights)?, num_rows);
-            let wanted = (expert.weights, schedule);
+            let schedules = if expert.weights == Weights::Nvfp4 { of_nvfp4 } else { of_bf16 };
+            let wanted = (expert.weights, schedules.of(num_rows));
             let at = self.programs.iter().position(|(known, _)| *known == wanted);
             let at = at.unwrap_or_else(|| unreachable!("{wanted:?} was compiled when the experts were packed"));
             let share = shares.entry(at).or_insert_with(|| Share {

@@ -158,8 +158,9 @@ impl LocalLayer {
         let technique = self.shared.technique;
         let family = family(technique).unwrap_or_else(|| unreachable!("{technique} has no schedules"));
         let chooser = Chooser { family, batch_invariant: self.spec.batch_invariant };
+        let schedules = chooser.batch(&self.gemm, counts);
         for (expert, &num_rows) in counts.iter().enumerate().filter(|(_, rows)| **rows > 0) {
-            shares.entry(chooser.schedule(&self.gemm, num_rows)).or_default().push(expert);
+            shares.entry(schedules.of(num_rows)).or_default().push(expert);
         }
         let mut programs = Vec::new();
         for (schedule, experts) in &shares {

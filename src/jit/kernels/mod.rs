@@ -9,7 +9,7 @@ mod schedule;
 pub use ceilings::{ReadAll, ReadArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
-pub use schedule::{Chooser, Family};
+pub use schedule::{BatchSchedules, Chooser, Family};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
