@@ -180,7 +180,7 @@ mod tests {
         let wgmma = |block_rows| Schedule::Wgmma { block_rows };
         assert_eq!([17, 64, 128, 256, 1024].map(rows), [32, 64, 128, 256, 256].map(wgmma));
         assert_eq!(free.batch(&GEMM, &[60; 50]).of(60), wgmma(64));
-        assert_eq!(free.batch(&GEMM, &[40, 40, 40, 2000]).of(40), wgmma(256), "one hot expert has most tiles");
+        assert_eq!(free.batch(&GEMM, &[40, 40, 40, 8000]).of(40), wgmma(256), "one hot expert has most tiles");
         let wide = GroupedGemm { hidden: 7168, ..GEMM };
         assert_eq!(one(free, &wide, 8), small(8));
         assert_eq!(one(free, &wide, 16), wgmma(16), "registers do not hold 16 such rows");
