@@ -37,6 +37,24 @@ DEVICE float soft_limit(float x, float limit, float inverse_limit) {
     return limit * (magnitude < 0.55f ? near : far);
 }
 
+#if ACTIVATION == ACTIVATION_SITU_LINEAR
+/// SiTU with both limits small: one reciprocal for tanh, sigmoid and tanh. With z = |gate| / beta, e = exp(-2 z) and
+/// s = exp(-|gate|), tanh(z) = (1 - e) / (1 + e) and sigmoid = 1 / (1 + s), or s / (1 + s) of a negative gate.
+///
+/// NOTE: exponents are never positive, so that nothing overflows. `1 - e` errs by 2e-7 near 0, which both limits multiply.
+DEVICE float situ_linear(float gate, float up) {
+    constexpr float beta = __builtin_bit_cast(float, BETA_BITS), linear_beta = __builtin_bit_cast(float, LINEAR_BETA_BITS);
+    const float e = exp2_approx(fabsf(gate) * (-2.0f * kLog2E / beta));
+    // With beta 4, which K3 has, s is e * e.
+    const float s = beta == 4.0f ? e * e : exp2_approx(fabsf(gate) * -kLog2E);
+    const float f = exp2_approx(fabsf(up) * (-2.0f * kLog2E / linear_beta));
+    const float above = (gate < 0.0f ? s : 1.0f) * (1.0f - e) * (1.0f - f);
+    const float below = (1.0f + e) * (1.0f + s) * (1.0f + f);
+    const float magnitude = above * (beta * linear_beta) * rcp_approx(below);
+    return as_float(as_bits(magnitude) ^ ((as_bits(gate) ^ as_bits(up)) & 0x80000000u));
+}
+#endif
+
 /// The activation of one gate and one up value.
 DEVICE float activate(float gate, float up) {
 #if ACTIVATION == ACTIVATION_SWIGLU
@@ -48,6 +66,10 @@ DEVICE float activate(float gate, float up) {
     const float u = up > limit ? limit : up < -limit ? -limit : up;
     return g * sigmoid(g) * u;
 #else
+#if ACTIVATION == ACTIVATION_SITU_LINEAR
+    constexpr float kLimits = __builtin_bit_cast(float, BETA_BITS) * __builtin_bit_cast(float, LINEAR_BETA_BITS);
+    if constexpr (kLimits <= 250.0f) return situ_linear(gate, up);
+#endif
     const float beta = as_float(BETA_BITS);
     const float gated = soft_limit(gate, beta, 1.0f / beta) * sigmoid(gate);
 #if ACTIVATION == ACTIVATION_SITU

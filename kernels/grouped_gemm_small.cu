@@ -56,7 +56,7 @@ constexpr u32 kSumsAt = kWarps * NUM_STAGES * kSlotBytes;
 constexpr u32 kSumsBytes = kWarps * 8 * kRowTiles * kWarp * 4;
 constexpr u32 kSharedBytes = kSumsAt + 2 * kSumsBytes;
 static_assert(kSharedBytes == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
-static_assert(kSharedBytes <= 232448 - 8 * kWarps * NUM_STAGES, "a block's shared memory on sm_90 is 227 KB");
+static_assert(kSharedBytes <= 232448 - 8 * kWarps * NUM_STAGES - 2048, "a block's shared memory on sm_90 is 227 KB");
 
 /// A warp's slots, filled and read in turn.
 struct Ring {
@@ -65,12 +65,12 @@ struct Ring {
     u32 fill_slot;
     u32 read_slot;
     u32 read_parity;
+    u64 policy;
 
+    /// One lane calls it.
     DEVICE void fill(const u8* from, u32 num_bytes) {
-        if (threadIdx.x % kWarp == 0) {
-            barrier_expect(barriers + 8 * fill_slot, num_bytes);
-            bulk_load(slots + fill_slot * kSlotBytes, from, num_bytes, barriers + 8 * fill_slot);
-        }
+        barrier_expect(barriers + 8 * fill_slot, num_bytes);
+        bulk_load(slots + fill_slot * kSlotBytes, from, num_bytes, barriers + 8 * fill_slot, policy);
         if (++fill_slot == NUM_STAGES) fill_slot = 0;
     }
 
@@ -104,71 +104,95 @@ struct Slice {
     DEVICE bool holds(u32 step) const { return Gemm<kIsFc1>::kIsEven || step < num_steps; }
 };
 
-/// The units from `index` to `end`, in the order expert > row block > unit: this block's share of all.
-struct Range {
-    u32 index;
-    u32 end;
-
-    DEVICE static Range of_block(u32 num_units) {
-        const u64 all = num_units;
-        return {static_cast<u32>(all * blockIdx.x / gridDim.x), static_cast<u32>(all * (blockIdx.x + 1) / gridDim.x)};
-    }
-};
-
-/// The next units of a range that read the same rows.
-template <bool kIsFc1>
+/// Units of a range that read the same rows.
 struct Run {
-    u32 expert;
+    /// The first unit's.
+    const u8* weights;
     u32 first_unit;
     u32 num_units;
     u32 first_row;
     u32 num_rows;
+    /// What multiplies gate's and up's sums, or down's.
+    float scales[2];
+    float input_scale;
 };
 
-template <bool kIsFc1>
-class Runs {
-public:
-    DEVICE Runs(const GroupedGemmArgs& args, Range range) : cursor_(args), range_(range) {}
+/// A block has few runs: about two, and one more for each expert that fits its share of units whole.
+constexpr u32 kMaxRuns = 16;
 
-    /// All lanes call it.
-    DEVICE bool next(Run<kIsFc1>& run) {
-        constexpr u32 kUnits = Gemm<kIsFc1>::kUnits;
-        Place place;
-        if (range_.index >= range_.end || !cursor_.find(range_.index, place)) return false;
-        const u32 row_in_expert = place.index / kUnits * BLOCK_ROWS;
-        run.expert = place.expert;
-        run.first_unit = place.index % kUnits;
-        run.num_units = min_of(kUnits - run.first_unit, range_.end - range_.index);
-        run.first_row = place.first_row + row_in_expert;
-        run.num_rows = min_of<u32>(BLOCK_ROWS, place.num_rows - row_in_expert);
-        range_.index += run.num_units;
-        return true;
+/// What a block computes: units `next` to `end` in the order expert > row block > unit, of which `runs` are planned.
+/// In shared memory, so that no warp looks for its runs while weights could be on their way.
+template <bool kIsFc1>
+struct Plan {
+    Run runs[kMaxRuns];
+    u32 num_runs;
+    u32 next;
+    u32 end;
+
+    /// Plans this block's share. All lanes of one warp call it.
+    DEVICE void start(const GroupedGemmArgs& args) {
+        const u64 num_units = TileCursor<1, BLOCK_ROWS>(args).count() * static_cast<u64>(Gemm<kIsFc1>::kUnits);
+        if (threadIdx.x % kWarp == 0) {
+            next = static_cast<u32>(num_units * blockIdx.x / gridDim.x);
+            end = static_cast<u32>(num_units * (blockIdx.x + 1) / gridDim.x);
+        }
+        __syncwarp();
+        go_on(args);
     }
 
-private:
-    TileCursor<Gemm<kIsFc1>::kUnits, BLOCK_ROWS> cursor_;
-    Range range_;
+    /// Plans what comes next, as far as there is room. All lanes of one warp call it.
+    DEVICE void go_on(const GroupedGemmArgs& args) {
+        using G = Gemm<kIsFc1>;
+        TileCursor<G::kUnits, BLOCK_ROWS> cursor(args);
+        Place place;
+        u32 index = next, count = 0;
+        const u32 last = end;
+        for (; count < kMaxRuns && index < last && cursor.find(index, place); ++count) {
+            const Expert& expert = args.experts[place.expert];
+            const u32 row_in_expert = place.index / G::kUnits * BLOCK_ROWS, unit = place.index % G::kUnits;
+            const u32 num_units = min_of(G::kUnits - unit, last - index);
+            if (threadIdx.x % kWarp == 0) {
+                Run& run = runs[count];
+                run.weights = (kIsFc1 ? expert.fc1 : expert.fc2) + static_cast<u64>(unit) * (G::kSteps * kStepBytes);
+                run.first_unit = unit;
+                run.num_units = num_units;
+                run.first_row = place.first_row + row_in_expert;
+                run.num_rows = min_of<u32>(BLOCK_ROWS, place.num_rows - row_in_expert);
+                run.input_scale = expert.input_scale;
+                if constexpr (kIsFc1) {
+                    run.scales[0] = args.token_scale * expert.gate_scale;
+                    run.scales[1] = args.token_scale * expert.up_scale;
+                } else {
+                    run.scales[0] = QUANTISE ? expert.down_scale * expert.input_scale : expert.down_scale;
+                }
+            }
+            index += num_units;
+        }
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) {
+            num_runs = count;
+            next = index;
+        }
+    }
 };
 
-/// Fills a ring with a warp's slices of a range.
+/// Fills a ring with a warp's slices of a plan. One lane's.
 template <bool kIsFc1>
 class Feed {
     using G = Gemm<kIsFc1>;
 
 public:
-    DEVICE Feed(const GroupedGemmArgs& args, Range range)
-        : args_(args), runs_(args, range), slice_(Slice<kIsFc1>::mine()) {}
+    DEVICE explicit Feed(const Plan<kIsFc1>& plan)
+        : run_(plan.runs), end_(plan.runs + plan.num_runs), slice_(Slice<kIsFc1>::mine()) {}
 
-    /// Fills one slot; false when nothing is left. All lanes call it.
+    /// Fills one slot; false when nothing is left.
     DEVICE bool fill(Ring& ring) {
         if (slice_.num_steps == 0) return false;
         if (units_left_ == 0) {
-            Run<kIsFc1> run;
-            if (!runs_.next(run)) return false;
-            const Expert& expert = args_.experts[run.expert];
-            units_left_ = run.num_units;
-            unit_ = (kIsFc1 ? expert.fc1 : expert.fc2) +
-                    (static_cast<u64>(run.first_unit) * G::kSteps + slice_.first_step) * kStepBytes;
+            if (run_ == end_) return false;
+            units_left_ = run_->num_units;
+            unit_ = run_->weights + slice_.first_step * kStepBytes;
+            ++run_;
         }
         ring.fill(unit_ + step_ * kStepBytes, min_of(G::kSlotSteps, slice_.num_steps - step_) * kStepBytes);
         step_ += G::kSlotSteps;
@@ -181,12 +205,28 @@ public:
     }
 
 private:
-    const GroupedGemmArgs& args_;
-    Runs<kIsFc1> runs_;
+    const Run* run_;
+    const Run* end_;
     Slice<kIsFc1> slice_;
     const u8* unit_ = nullptr;
     u32 units_left_ = 0;
     u32 step_ = 0;
+};
+
+/// The rows that a lane reads of a run: where they lie among the tokens, or in FC2's input.
+template <bool kIsFc1>
+struct Sources {
+    u32 row[kRowTiles];
+
+    DEVICE void find(const GroupedGemmArgs& args, const Run& run) {
+        const u32 g = threadIdx.x % kWarp / 4;
+#pragma unroll
+        for (u32 n = 0; n < kRowTiles; ++n) {
+            // Beyond the rows the last one again: its sums are not stored.
+            row[n] = run.first_row + min_of(n * 8 + g, run.num_rows - 1);
+            if constexpr (kIsFc1) row[n] = args.row_token[row[n]];
+        }
+    }
 };
 
 /// A warp's slice of a run's rows, as B fragments: `[step][MMA][row tile][2]`.
@@ -195,14 +235,12 @@ struct Rows {
     using G = Gemm<kIsFc1>;
     u32 b[G::kSlice][4][kRowTiles][2];
 
-    DEVICE void load(const GroupedGemmArgs& args, const Run<kIsFc1>& run, const Slice<kIsFc1>& slice) {
-        const u32 lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+    DEVICE void load(const GroupedGemmArgs& args, const Sources<kIsFc1>& sources, const Slice<kIsFc1>& slice) {
+        const u32 t = threadIdx.x % 4;
 #pragma unroll
         for (u32 n = 0; n < kRowTiles; ++n) {
-            // Beyond the rows the last one again: its sums are not stored.
-            const u32 row = run.first_row + min_of(n * 8 + g, run.num_rows - 1);
-            const u64 from = kIsFc1 ? args.row_token[row] : row;
-            const u8* values = (kIsFc1 ? args.tokens : args.inner) + from * (G::kWidth * 2);
+            const u8* values =
+                (kIsFc1 ? args.tokens : args.inner) + static_cast<u64>(sources.row[n]) * (G::kWidth * 2);
 #pragma unroll
             for (u32 step = 0; step < G::kSlice; ++step) {
                 const u32 k = (slice.first_step + step) * kStepK + 16 * t;
@@ -263,16 +301,14 @@ DEVICE void add_slices(u32 sums, u32 n, float (&halves)[2]) {
 }
 
 /// Stores a unit of FC1: one column of one row a lane, 16 unit + 2 g + j.
-DEVICE void store_unit(const GroupedGemmArgs& args, const Run<true>& run, u32 unit, u32 sums, QuantCounts& counts) {
+DEVICE void store_fc1(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums, QuantCounts& counts) {
     const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
-    const Expert& expert = args.experts[run.expert];
-    const float gate_scale = args.token_scale * expert.gate_scale, up_scale = args.token_scale * expert.up_scale;
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
         const u32 row = n * 8 + 2 * t + lane % 2;
         float halves[2];
         add_slices(sums, n, halves);
-        float value = activate(halves[0] * gate_scale, halves[1] * up_scale);
+        float value = activate(halves[0] * run.scales[0], halves[1] * run.scales[1]);
         if constexpr (QUANTISE) {
             // The lanes of a row hold a block. As integers magnitudes order like their bits, and NaN wins.
             u32 amax = nvfp4::magnitude_bits(value);
@@ -280,7 +316,7 @@ DEVICE void store_unit(const GroupedGemmArgs& args, const Run<true>& run, u32 un
             for (u32 distance = 2; distance < kWarp; distance *= 2) {
                 amax = max(amax, __shfl_xor_sync(kAllLanes, amax, distance));
             }
-            const BlockScale scale = block_scale(amax, __fdiv_rn(1.0f, expert.input_scale));
+            const BlockScale scale = block_scale(amax, __fdiv_rn(1.0f, run.input_scale));
             if (lane < 2 && row < run.num_rows) counts.add(scale);
             value = requantise(value, scale);
         }
@@ -293,18 +329,16 @@ DEVICE void store_unit(const GroupedGemmArgs& args, const Run<true>& run, u32 un
 }
 
 /// Stores a unit of FC2: two columns of one row a lane, 32 unit + 4 g + 2 j + {0, 1}.
-DEVICE void store_unit(const GroupedGemmArgs& args, const Run<false>& run, u32 unit, u32 sums, QuantCounts&) {
+DEVICE void store_fc2(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums) {
     const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
-    const Expert& expert = args.experts[run.expert];
-    const float scale = QUANTISE ? expert.down_scale * expert.input_scale : expert.down_scale;
     const u32 column = unit * kUnitRows + 2 * (lane / 2);
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
         const u32 row = n * 8 + 2 * t + lane % 2;
         float v[2];
         add_slices(sums, n, v);
-        v[0] *= scale;
-        v[1] *= scale;
+        v[0] *= run.scales[0];
+        v[1] *= run.scales[0];
         // HIDDEN may end in the middle of the last unit, never inside four columns.
         if (row < run.num_rows && column < HIDDEN) {
             store_columns(args.out + (static_cast<u64>(run.first_row + row) * HIDDEN + column) * (OUTPUT_BITS / 8), v);
@@ -312,28 +346,33 @@ DEVICE void store_unit(const GroupedGemmArgs& args, const Run<false>& run, u32 u
     }
 }
 
-/// Both feeds: FC2's weights follow FC1's without a gap.
+/// Both feeds: FC2's weights follow FC1's without a gap. One lane's.
 struct Feeds {
     Feed<true> fc1;
     Feed<false> fc2;
+    bool is_fc2_planned;
 
     DEVICE void fill(Ring& ring) {
-        if (!fc1.fill(ring)) fc2.fill(ring);
+        if (!fc1.fill(ring) && is_fc2_planned) fc2.fill(ring);
     }
 };
 
-/// Computes a range of units. `turn` says which half of the warps reduces and which half of the sums is written.
+/// Computes what is planned. `turn` says which half of the warps reduces and which half of the sums is written.
 template <bool kIsFc1>
-DEVICE void compute(const GroupedGemmArgs& args, Range range, Ring& ring, Feeds& feeds, u32 sums, u32& turn,
-                    QuantCounts& counts) {
+DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring& ring, Feeds& feeds, u32 sums,
+                    u32& turn, QuantCounts& counts) {
     using G = Gemm<kIsFc1>;
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const Slice<kIsFc1> slice = Slice<kIsFc1>::mine();
-    Runs<kIsFc1> runs(args, range);
-    Run<kIsFc1> run;
+    const u32 num_runs = plan.num_runs;
+    Sources<kIsFc1> sources;
     Rows<kIsFc1> rows;
-    while (runs.next(run)) {
-        rows.load(args, run, slice);
+    if (num_runs > 0) sources.find(args, plan.runs[0]);
+    for (u32 r = 0; r < num_runs; ++r) {
+        const Run& run = plan.runs[r];
+        rows.load(args, sources, slice);
+        // The next rows' places are found while this run is computed.
+        if (r + 1 < num_runs) sources.find(args, plan.runs[r + 1]);
 #pragma unroll 1
         for (u32 i = 0; i < run.num_units; ++i) {
             // Multiply this warp's slice
@@ -350,7 +389,7 @@ DEVICE void compute(const GroupedGemmArgs& args, Range range, Ring& ring, Feeds&
                     }
                 }
                 ring.release();
-                feeds.fill(ring);
+                if (lane == 0) feeds.fill(ring);
             }
 
             // Hand its sums over; half of the warps add them up while the others go on
@@ -367,7 +406,13 @@ DEVICE void compute(const GroupedGemmArgs& args, Range range, Ring& ring, Feeds&
                 }
             }
             __syncthreads();
-            if (warp / 4 == turn) store_unit(args, run, run.first_unit + i, unit_sums, counts);
+            if (warp / 4 == turn) {
+                if constexpr (kIsFc1) {
+                    store_fc1(args, run, run.first_unit + i, unit_sums, counts);
+                } else {
+                    store_fc2(args, run, run.first_unit + i, unit_sums);
+                }
+            }
             if (!kIsFc1 && run.first_unit + i == 0 && threadIdx.x == 0) count_rows(args, run.num_rows);
             turn ^= 1;
         }
@@ -396,28 +441,56 @@ DEVICE void grid_barrier(u32* barrier) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
-    extern __shared__ Word4 shared_memory[];
+    // NOTE: bulk copies to addresses that 128 does not divide are slower.
+    alignas(128) extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[kWarps * NUM_STAGES];
-    const u32 shared = shared_address(shared_memory), warp = threadIdx.x / kWarp;
+    __shared__ Plan<true> fc1;
+    __shared__ Plan<false> fc2;
+    const u32 shared = shared_address(shared_memory), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
-    // Start the ring
-    Ring ring = {shared + warp * NUM_STAGES * kSlotBytes, shared_address(barriers) + warp * NUM_STAGES * 8, 0, 0, 0};
-    if (threadIdx.x % kWarp == 0) {
+    // Plan both products at once, and set up the ring
+    Ring ring = {shared + warp * NUM_STAGES * kSlotBytes, shared_address(barriers) + warp * NUM_STAGES * 8, 0, 0, 0,
+                 evict_first()};
+    if (lane == 0) {
         for (u32 i = 0; i < NUM_STAGES; ++i) barrier_init(ring.barriers + 8 * i, 1);
     }
     barrier_init_done();
-    __syncwarp();
-    const u32 row_blocks = TileCursor<1, BLOCK_ROWS>(args).count();
-    const Range fc1 = Range::of_block(row_blocks * Gemm<true>::kUnits);
-    const Range fc2 = Range::of_block(row_blocks * Gemm<false>::kUnits);
-    Feeds feeds = {Feed<true>(args, fc1), Feed<false>(args, fc2)};
-    for (u32 i = 0; i < NUM_STAGES; ++i) feeds.fill(ring);
+    if (warp == 0) fc1.start(args);
+    if (warp == 1) fc2.start(args);
+    __syncthreads();
 
-    // FC1, FC2
+    // FC1, which rarely takes more than one plan
     QuantCounts counts = {0, 0};
     u32 turn = 0;
-    compute<true>(args, fc1, ring, feeds, shared + kSumsAt, turn, counts);
+    const u32 sums = shared + kSumsAt;
+    Feeds feeds = {Feed<true>(fc1), Feed<false>(fc2), fc1.next == fc1.end};
+    while (true) {
+        if (lane == 0) {
+            for (u32 i = 0; i < NUM_STAGES; ++i) feeds.fill(ring);
+        }
+        __syncwarp();
+        compute<true>(args, fc1, ring, feeds, sums, turn, counts);
+        if (feeds.is_fc2_planned) break;
+        __syncthreads();
+        if (warp == 0) fc1.go_on(args);
+        __syncthreads();
+        feeds.fc1 = Feed<true>(fc1);
+        feeds.is_fc2_planned = fc1.next == fc1.end;
+    }
     if (QUANTISE) counts.flush(args.counts);
     grid_barrier(args.barrier);
-    compute<false>(args, fc2, ring, feeds, shared + kSumsAt, turn, counts);
+
+    // FC2, whose first weights are here or on their way
+    compute<false>(args, fc2, ring, feeds, sums, turn, counts);
+    while (fc2.next != fc2.end) {
+        __syncthreads();
+        if (warp == 0) fc2.go_on(args);
+        __syncthreads();
+        feeds.fc2 = Feed<false>(fc2);
+        if (lane == 0) {
+            for (u32 i = 0; i < NUM_STAGES; ++i) feeds.fill(ring);
+        }
+        __syncwarp();
+        compute<false>(args, fc2, ring, feeds, sums, turn, counts);
+    }
 }

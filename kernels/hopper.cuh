@@ -45,6 +45,20 @@ DEVICE void bulk_load(u32 shared, const void* global, u32 num_bytes, u32 barrier
                  ::"r"(shared), "l"(global), "r"(num_bytes), "r"(barrier) : "memory");
 }
 
+/// A cache hint: what is read with it is the first to leave L2.
+DEVICE u64 evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+/// As `bulk_load`, of what is read once.
+DEVICE void bulk_load(u32 shared, const void* global, u32 num_bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(shared), "l"(global), "r"(num_bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
 /// `num_bytes` from shared to global memory, as one group of the calling thread.
 DEVICE void bulk_store(void* global, u32 shared, u32 num_bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"

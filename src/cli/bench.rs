@@ -1,18 +1,22 @@
-//! `lockstep bench`: the expert computation of one rank, next to what the machine could do at best; or what agreement
-//! costs all ranks.
+//! `lockstep bench`: the expert computation of one rank, on its cores or its GPU, next to what the machine could do at best;
+//! or what agreement costs all ranks.
 //!
 //! Needs no checkpoint: weights and tokens are made up. Knows nothing of routing or dispatch. Only agreement needs MPI.
 
 mod agreement;
+mod gpu;
+mod gpu_report;
 mod report;
+mod rows;
 mod work;
 
+use std::fmt::Display;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::backend::{self, BackendError, Experts, ExpertsSpec, Isa, build};
+use crate::backend::{self, BackendError, Experts, ExpertsSpec, Isa, build, cuda};
 use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -20,22 +24,27 @@ use crate::numerics::activation::Activation;
 use crate::select::tactics::TacticError;
 
 use super::failure::Failure;
-use super::output;
+use super::output::{self, OutputError};
+pub use gpu_report::{GpuCeilings, GpuReport, GpuRow};
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
+pub use rows::RowForm;
 use work::{Machine, Noise, Work, pack};
+
+/// Measurements on CPUs, unless asked for otherwise.
+const REPEATS: usize = 9;
 
 /// Memory that is read to find the machine's bandwidth: beyond any cache.
 const READ_BYTES: usize = 512 << 20;
 
-/// Times the expert computation over made-up weights, beside the machine's bandwidth and FMA peak; or, with --agreement,
-/// what it costs ranks to agree.
+/// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; or, with
+/// --agreement, what it costs ranks to agree.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// Times the agreements of a session over Kimi K3's 92 layers instead, and counts what they exchange; under a
     /// launcher, over all its ranks.
     #[arg(long, conflicts_with_all = ["geometry", "hidden", "intermediate", "experts", "rows_per_expert", "backend",
-        "isa", "threads", "activations"])]
+        "isa", "threads", "activations", "rows"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
     #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement"])]
@@ -49,10 +58,14 @@ pub struct BenchArgs {
     /// Experts of the rank.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub experts: usize,
-    /// Rows that every expert computes; one line of the table each.
+    /// Rows of an expert, on average; one line of the table each.
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1,4,16,64,256")]
     pub rows_per_expert: Vec<usize>,
-    /// The technique: simd or reference.
+    /// How rows fall on experts, on GPUs; on CPUs all experts have as many.
+    #[arg(long, value_enum, value_name = "FORM,...", value_delimiter = ',', default_value = "uniform")]
+    pub rows: Vec<RowForm>,
+    /// The technique: simd, reference, wgmma or mma_sync. The last two time what a GPU does, with weights that no cache
+    /// holds, as replays of a graph.
     #[arg(long, value_name = "NAME", default_value = "simd")]
     pub backend: String,
     /// The instruction set of simd: scalar, avx2 or avx512; absent: the machine's best.
@@ -67,9 +80,12 @@ pub struct BenchArgs {
     /// Whether the backend's tactics are timed first, and the fastest is measured: off or on.
     #[arg(long, value_name = "off|on", value_parser = tuning, default_value = "off")]
     pub tuning: Tuning,
-    /// Measurements of which the median is printed.
-    #[arg(long, value_name = "N", default_value_t = 9)]
-    pub repeats: usize,
+    /// One order over K for every number of rows, also where another is faster.
+    #[arg(long)]
+    pub batch_invariant: bool,
+    /// Measurements of which the median is printed; absent: 9, on GPUs 30.
+    #[arg(long, value_name = "N")]
+    pub repeats: Option<usize>,
     /// Prints one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
@@ -129,6 +145,12 @@ pub enum BenchError {
         /// The option.
         option: &'static str,
     },
+    /// CPUs time one form alone.
+    #[error("--rows has a form for GPUs alone, and {backend} runs on CPUs: give --backend wgmma or mma_sync")]
+    Rows {
+        /// As given.
+        backend: String,
+    },
     /// The backend refuses.
     #[error("cannot set up the expert computation")]
     Backend(#[from] BackendError),
@@ -145,7 +167,7 @@ fn tuning(text: &str) -> Result<Tuning, String> {
 impl Classify for BenchError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Zero { .. } | Self::Width { .. } => Exit::BadInput,
+            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } => Exit::BadInput,
             Self::Backend(error) => error.exit(),
             Self::Tactics(error) => error.exit(),
         }
@@ -158,18 +180,21 @@ impl Classify for BenchError {
 /// As [`run`], or if standard output cannot be written.
 pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     if args.agreement {
-        return match args.repeats {
+        return match args.repeats.unwrap_or(REPEATS) {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
             repeats => agreement::command(repeats, args.json, env),
         };
     }
-    let report = run(args)?;
-    if args.json {
-        output::json(&report)?
-    } else {
-        output::line(report.to_string().trim_end())?
+    let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);
+    match gpu {
+        Some(technique) => show(&gpu::run(technique, args, checked(args)?, env.nvrtc())?, args.json)?,
+        None => show(&run(args)?, args.json)?,
     }
     Ok(Exit::Fine)
+}
+
+fn show(report: &(impl Serialize + Display), json: bool) -> Result<(), OutputError> {
+    if json { output::json(report) } else { output::line(report.to_string().trim_end()) }
 }
 
 /// Packs experts, times them, and measures the ceilings in between.
@@ -181,16 +206,11 @@ pub fn run(args: &BenchArgs) -> Result<BenchReport, BenchError> {
 }
 
 fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, BenchError> {
-    let (spec, isa) = (spec(args)?, args.isa.unwrap_or_else(Isa::detect));
-    for (option, is_zero) in [
-        ("--experts", args.experts == 0),
-        ("--repeats", args.repeats == 0),
-        ("--rows-per-expert", args.rows_per_expert.contains(&0)),
-    ] {
-        if is_zero {
-            return Err(BenchError::Zero { option });
-        }
+    let (spec, isa) = (checked(args)?, args.isa.unwrap_or_else(Isa::detect));
+    if args.rows != [RowForm::Uniform] {
+        return Err(BenchError::Rows { backend: args.backend.clone() });
     }
+    let repeats = args.repeats.unwrap_or(REPEATS);
     let host = backend::Machine { num_threads: args.threads, isa: Some(isa), ..backend::Machine::default() };
     let backend = build(&args.backend, &host)?;
     let mut noise = Noise(1);
@@ -207,7 +227,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
         }
     }
     let (mut read_gbyte_per_s, mut fma_gflops) = (0.0_f64, 0.0_f64);
-    for _ in 0..args.repeats {
+    for _ in 0..repeats {
         read_gbyte_per_s = read_gbyte_per_s.max(machine.read_gbyte_per_s());
         fma_gflops = fma_gflops.max(machine.fma_gflops());
         for work in &mut works {
@@ -225,7 +245,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
         hidden: spec.hidden,
         intermediate: spec.intermediate,
         activations: args.activations,
-        repeats: args.repeats,
+        repeats,
         weight_bytes: experts.weight_bytes(),
         read_gbyte_per_s,
         fma_gflops,
@@ -238,6 +258,20 @@ fn row(ceilings: &Ceilings, experts: &dyn Experts, work: Work) -> BenchRow {
     BenchRow { tactic, tactics_us: work.tactics_us, ..ceilings.row(work.rows_per_expert, work.flops, work.times_us) }
 }
 
+/// The spec, of options that make sense.
+fn checked(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
+    for (option, is_zero) in [
+        ("--experts", args.experts == 0),
+        ("--repeats", args.repeats == Some(0)),
+        ("--rows-per-expert", args.rows_per_expert.contains(&0)),
+    ] {
+        if is_zero {
+            return Err(BenchError::Zero { option });
+        }
+    }
+    spec(args)
+}
+
 fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
     let widths = args.geometry.map(BenchGeometry::widths);
     let width = |given: Option<usize>, of_model: Option<usize>, option: &'static str| {
@@ -248,7 +282,7 @@ fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
         intermediate: width(args.intermediate, widths.map(|widths| widths.1), "--intermediate")?,
         activation: args.geometry.map_or(Activation::Swiglu, BenchGeometry::activation),
         quantise_activations: args.activations == BenchActivations::Quantised,
-        batch_invariant: false,
+        batch_invariant: args.batch_invariant,
     })
 }
 
@@ -335,6 +369,10 @@ mod tests {
             ("--hidden 64 --intermediate 48 --repeats 0", "--repeats is 0; nothing would be timed"),
             ("--hidden 64 --intermediate 48 --rows-per-expert 1,0", "--rows-per-expert is 0; nothing would be timed"),
             ("--hidden 64 --intermediate 48 --experts 0", "--experts is 0; nothing would be timed"),
+            (
+                "--hidden 64 --intermediate 48 --rows one-hot",
+                "--rows has a form for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
+            ),
         ] {
             let error = bench(line).unwrap_err();
             assert_eq!((error.to_string().as_str(), error.exit()), (message, Exit::BadInput));

@@ -60,6 +60,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/backend/cuda/topk.rs",
     "src/backend/cuda/experts.rs",
     "src/backend/cuda/evidence.rs",
+    "src/backend/cuda/local.rs",
 ];
 
 /// What a pure module may not use, whoever keeps its door.

@@ -18,10 +18,10 @@ use crate::backend::{
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
 use crate::gpu::grow;
-use crate::jit::kernels::Chooser;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, STEP_K, Schedule, Weights,
 };
+use crate::jit::kernels::{BatchSchedules, Chooser};
 use crate::numerics::nvfp4::{BLOCK, QuantCounts};
 use crate::select::Identity;
 
@@ -64,17 +64,7 @@ impl ExpertsBuilder for Builder {
         };
         let stream = self.shared.stream();
         let (fc1, fc2) = (DeviceBuffer::from_slice(stream, &fc1.bytes)?, DeviceBuffer::from_slice(stream, &fc2.bytes)?);
-        let (gate_scale, _) = scales(&expert.gate);
-        let (up_scale, _) = scales(&expert.up);
-        let (down_scale, input_scale) = scales(&expert.down);
-        let entry = ExpertEntry {
-            fc1: fc1.address(),
-            fc2: fc2.address(),
-            gate_scale,
-            up_scale,
-            down_scale,
-            input_scale: input_scale.unwrap_or(1.0),
-        };
+        let entry = ExpertEntry { fc1: fc1.address(), fc2: fc2.address(), ..entry(expert) };
         let identity = checks::identity(self.shared.technique, &self.spec, expert);
         self.experts.push(PackedExpert { fc1, fc2, entry, weights, identity });
         Ok(())
@@ -107,7 +97,15 @@ fn scales(weight: &Projection) -> (f32, Option<f32>) {
     }
 }
 
-fn gemm(spec: &ExpertsSpec, weights: Weights) -> Result<GroupedGemm, BackendError> {
+/// An expert's scales; its addresses are still missing.
+pub(super) fn entry(expert: &ExpertTensors) -> ExpertEntry {
+    let (gate_scale, _) = scales(&expert.gate);
+    let (up_scale, _) = scales(&expert.up);
+    let (down_scale, input_scale) = scales(&expert.down);
+    ExpertEntry { gate_scale, up_scale, down_scale, input_scale: input_scale.unwrap_or(1.0), ..ExpertEntry::default() }
+}
+
+pub(super) fn gemm(spec: &ExpertsSpec, weights: Weights) -> Result<GroupedGemm, BackendError> {
     let narrow = |width, found| u32::try_from(found).map_err(|_| BackendError::Width { width, found });
     Ok(GroupedGemm {
         hidden: narrow("hidden", spec.hidden)?,
@@ -237,12 +235,12 @@ fn waves(num_rows: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// A width in whole steps.
-fn padded(width: usize) -> usize {
+pub(super) fn padded(width: usize) -> usize {
     width.next_multiple_of(STEP_K as usize)
 }
 
 /// At most so many rows, each expert's rounded up.
-fn padded_rows(num_rows: usize, num_experts: usize) -> usize {
+pub(super) fn padded_rows(num_rows: usize, num_experts: usize) -> usize {
     let group = IMAGE_GROUP_ROWS as usize;
     num_rows.next_multiple_of(group) + num_rows.min(num_experts) * (group - 1)
 }
@@ -254,16 +252,25 @@ fn clipped_offsets(expert_offsets: &[usize], rows: &Range<usize>) -> Vec<u32> {
 }
 
 impl Group {
+    /// The schedules of the experts of a format.
+    fn schedules(&self, weights: Weights, expert_offsets: &[usize]) -> Result<BatchSchedules, BackendError> {
+        let rows = self.experts.iter().zip(expert_offsets.windows(2));
+        let counts = rows.filter(|(expert, _)| expert.weights == weights).map(|(_, offsets)| offsets[1] - offsets[0]);
+        Ok(self.chooser.batch(&gemm(&self.spec, weights)?, &counts.collect::<Vec<_>>()))
+    }
+
     /// Deals the experts that have rows out to programs.
     fn shares(&self, expert_offsets: &[usize]) -> Result<Vec<Share>, BackendError> {
         let mut shares: BTreeMap<usize, Share> = BTreeMap::new();
+        let of_nvfp4 = self.schedules(Weights::Nvfp4, expert_offsets)?;
+        let of_bf16 = self.schedules(Weights::Bf16, expert_offsets)?;
         for (index, (expert, offsets)) in self.experts.iter().zip(expert_offsets.windows(2)).enumerate() {
             let num_rows = offsets[1] - offsets[0];
             if num_rows == 0 {
                 continue;
             }
-            let schedule = self.chooser.schedule(&gemm(&self.spec, expert.weights)?, num_rows);
-            let wanted = (expert.weights, schedule);
+            let schedules = if expert.weights == Weights::Nvfp4 { of_nvfp4 } else { of_bf16 };
+            let wanted = (expert.weights, schedules.of(num_rows));
             let at = self.programs.iter().position(|known| (known.weights, known.schedule) == wanted);
             let at = at.unwrap_or_else(|| unreachable!("{wanted:?} was compiled when the experts were packed"));
             let entries = || vec![ExpertEntry::default(); self.experts.len()];

@@ -66,21 +66,44 @@ fn gpu_modelopt_layers() {
     }
 }
 
-#[test]
-#[ignore = "needs a GPU and NVRTC"]
-fn gpu_row_counts_widths_and_formats() {
+fn check_row_counts(hidden: usize, intermediate: usize) {
     let rows = [0, 1, 2, 5, 0, 17, 64, 0, 9, 300, 33, 130];
     for backend in gpus() {
-        for (hidden, intermediate) in [(16, 16), (144, 48), (512, 128)] {
-            for quantise in [false, true] {
-                let case = Case::new(1, spec(hidden, intermediate, quantise), &[Format::Nvfp4; 12], &rows);
-                check(&rounded(case), &backend, &format!("{hidden} x {intermediate}, quantised: {quantise}"));
+        for quantise in [false, true] {
+            let case = Case::new(1, spec(hidden, intermediate, quantise), &[Format::Nvfp4; 12], &rows);
+            check(&rounded(case), &backend, &format!("{hidden} x {intermediate}, quantised: {quantise}"));
+            // Each for a tile of its own, since a batch has one for all experts of many rows.
+            for rows in [[20, 0, 31], [60, 7, 50], [100, 0, 128], [600, 1, 511]] {
+                let case = Case::new(5, spec(hidden, intermediate, quantise), &[Format::Nvfp4; 3], &rows);
+                check(
+                    &rounded(case),
+                    &backend,
+                    &format!("{hidden} x {intermediate}, {rows:?} rows, quantised: {quantise}"),
+                );
             }
-            let mixed: Vec<Format> = (0..12).map(|i| if i % 3 == 0 { Format::Bf16 } else { Format::Nvfp4 }).collect();
-            let case = Case::new(2, spec(hidden, intermediate, false), &mixed, &rows);
-            check(&rounded(case), &backend, &format!("mixed formats, {hidden} x {intermediate}"));
         }
+        let mixed: Vec<Format> = (0..12).map(|i| if i % 3 == 0 { Format::Bf16 } else { Format::Nvfp4 }).collect();
+        let case = Case::new(2, spec(hidden, intermediate, false), &mixed, &rows);
+        check(&rounded(case), &backend, &format!("mixed formats, {hidden} x {intermediate}"));
     }
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_row_counts_and_formats_of_the_least_widths() {
+    check_row_counts(16, 16);
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_row_counts_and_formats_of_odd_widths() {
+    check_row_counts(144, 48);
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_row_counts_and_formats_of_whole_tiles() {
+    check_row_counts(512, 128);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use super::BenchError;
 const PEAK_SECONDS: f64 = 0.02;
 
 /// FC1's `input_scale` of the made-up tokens, whose sigma is 1.
-const TOKEN_SCALE: f32 = 5.0 / 2688.0;
+pub(super) const TOKEN_SCALE: f32 = 5.0 / 2688.0;
 
 /// xorshift64: the numbers do not matter, but that no two experts are alike does.
 pub(super) struct Noise(pub(super) u64);
@@ -29,6 +29,11 @@ impl Noise {
         self.0
     }
 
+    /// Even over 0 to 1.
+    pub(super) fn unit(&mut self) -> f64 {
+        (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
     fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| self.bits().to_le_bytes()).collect();
         bytes.truncate(len);
@@ -36,7 +41,7 @@ impl Noise {
     }
 
     /// Even over -1.7 to 1.7, which is sigma 1, with the eight bits of a bf16.
-    fn value(&mut self) -> f32 {
+    pub(super) fn value(&mut self) -> f32 {
         f32::from((self.bits() >> 56) as u8) / 75.0 - 1.7
     }
 
@@ -58,6 +63,16 @@ impl Noise {
     }
 }
 
+impl Noise {
+    pub(super) fn expert(&mut self, spec: &ExpertsSpec) -> ExpertTensors {
+        ExpertTensors {
+            gate: self.projection(spec.intermediate, spec.hidden),
+            up: self.projection(spec.intermediate, spec.hidden),
+            down: self.projection(spec.hidden, spec.intermediate),
+        }
+    }
+}
+
 /// Packs experts, one at a time.
 pub(super) fn pack(
     backend: &Arc<dyn Backend>,
@@ -67,11 +82,7 @@ pub(super) fn pack(
 ) -> Result<Box<dyn Experts>, BackendError> {
     let mut builder = backend.experts(spec, num_experts)?;
     for _ in 0..num_experts {
-        builder.push(&ExpertTensors {
-            gate: noise.projection(spec.intermediate, spec.hidden),
-            up: noise.projection(spec.intermediate, spec.hidden),
-            down: noise.projection(spec.hidden, spec.intermediate),
-        })?;
+        builder.push(&noise.expert(&spec))?;
     }
     builder.finish()
 }

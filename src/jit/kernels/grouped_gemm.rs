@@ -1,5 +1,7 @@
 //! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small}.cu`, and `kernels/permute.cu` before the second.
 
+use std::fmt;
+
 use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
@@ -130,6 +132,16 @@ pub enum Schedule {
         /// Rows a tile.
         block_rows: u32,
     },
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::MmaSync { block_rows } => write!(f, "mma-{block_rows}"),
+            Self::Wgmma { block_rows } => write!(f, "wgmma-{block_rows}"),
+            Self::Small { block_rows } => write!(f, "small-{block_rows}"),
+        }
+    }
 }
 
 /// How a kernel is launched.

@@ -1,5 +1,6 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
+mod ceilings;
 mod dense;
 pub mod dispatch;
 pub mod grouped_gemm;
@@ -8,10 +9,11 @@ mod quantise;
 mod schedule;
 mod topk;
 
+pub use ceilings::{ReadAll, ReadArgs};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
-pub use schedule::{Chooser, Family};
+pub use schedule::{BatchSchedules, Chooser, Family};
 pub use topk::{TopkArgs, TopkVariant};
 
 use super::arch::Arch;
@@ -29,8 +31,8 @@ pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
-    let others = probes::all(arch).into_iter().chain(grouped_gemm::all(arch)).chain(dispatch::all(arch));
-    quantise.into_iter().chain(others).chain(around).collect()
+    let others = [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch)];
+    quantise.into_iter().chain(others.into_iter().flatten()).chain(around).collect()
 }
 
 /// The kernels that a layer may need on an architecture: they follow from the layer alone, so that their number does not

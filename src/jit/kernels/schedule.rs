@@ -1,7 +1,10 @@
 //! Which schedule computes an expert's rows: a pure choice from facts that all ranks share.
 //!
-//! An expert lives on one rank, so its number of rows is the world's: the choice does not depend on how experts or tokens
-//! are split. Where bits may depend on nothing but token and expert, one schedule serves all row counts.
+//! Schedules that add K in one order have equal bits, whatever the rows of a tile. Which order serves an expert follows from
+//! its own number of rows, which is the world's, since an expert lives on one rank: how experts or tokens are split changes
+//! nothing. Where bits may depend on nothing but token and expert, one order serves all row counts. Among the tiles of an
+//! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
+//! another one's last tiles.
 
 use super::grouped_gemm::{GroupedGemm, Schedule, Weights};
 
@@ -23,32 +26,91 @@ pub struct Chooser {
     pub batch_invariant: bool,
 }
 
-impl Chooser {
-    /// The schedule for an expert of `num_rows` rows, at least 1.
+/// Schedules of one order over K with what a tile of theirs takes, in any unit: measured on one H200 with Kimi K3's experts
+/// (docs/measurements/2026-11-30-h200-kernels-2.md).
+type Tiles = &'static [(u32, f64)];
+
+const MMA_SYNC: Tiles = &[(8, 296.0), (16, 348.0), (32, 484.0), (64, 792.0)];
+const SMALL: Tiles = &[(8, 250.0), (16, 310.0)];
+const WGMMA: Tiles = &[(16, 340.0), (32, 380.0), (64, 500.0), (128, 780.0), (256, 1400.0)];
+
+/// The schedules of a batch: one an order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchSchedules {
+    /// Of experts with up to `max_small_rows`.
+    small: Schedule,
+    max_small_rows: usize,
+    large: Schedule,
+}
+
+impl BatchSchedules {
+    /// The schedule for an expert of `num_rows` rows.
     #[must_use]
-    pub fn schedule(self, gemm: &GroupedGemm, num_rows: usize) -> Schedule {
-        let fitting = |sizes: &[u32]| {
-            let fits = |size: &&u32| num_rows <= **size as usize;
-            *sizes.iter().find(fits).or(sizes.last()).unwrap_or(&64)
-        };
+    pub fn of(&self, num_rows: usize) -> Schedule {
+        if num_rows <= self.max_small_rows { self.small } else { self.large }
+    }
+}
+
+/// The tile that takes least for all counts together; of equals the smallest.
+fn fastest(tiles: &[(u32, f64)], counts: impl Iterator<Item = usize> + Clone) -> u32 {
+    let took = |&(rows, per_tile): &(u32, f64)| {
+        let num_tiles: usize = counts.clone().map(|count| count.div_ceil(rows as usize)).sum();
+        (rows, num_tiles as f64 * per_tile)
+    };
+    tiles.iter().map(took).min_by(|a, b| a.1.total_cmp(&b.1)).map_or(64, |(rows, _)| rows)
+}
+
+impl Chooser {
+    /// The schedules for a batch of experts with so many rows each.
+    #[must_use]
+    pub fn batch(self, gemm: &GroupedGemm, counts: &[usize]) -> BatchSchedules {
+        let counts = counts.iter().copied();
         if self.family == Family::MmaSync {
-            return Schedule::MmaSync { block_rows: fitting(&[8, 16, 32, 64]) };
+            let large = Schedule::MmaSync { block_rows: fastest(MMA_SYNC, counts) };
+            return BatchSchedules { small: large, max_small_rows: 0, large };
         }
-        // Rows that fit one block of 8 or 16 stream weights faster through the small schedule, which adds K in slices.
-        let small = Schedule::Small { block_rows: fitting(&[8, 16]) };
-        if num_rows <= 16 && !self.batch_invariant && small.serves(gemm) && gemm.weights == Weights::Nvfp4 {
-            return small;
+        let max_small_rows = self.max_small_rows(gemm);
+        let is_small = |count: &usize| *count <= max_small_rows;
+        BatchSchedules {
+            small: small(fastest(&self.small(gemm), counts.clone().filter(is_small))),
+            max_small_rows,
+            large: Schedule::Wgmma { block_rows: fastest(&self.wgmma(gemm), counts.filter(|count| !is_small(count))) },
         }
-        Schedule::Wgmma { block_rows: fitting(&[16, 32, 64, 128, 256]) }
     }
 
-    /// Every schedule that [`Chooser::schedule`] may give.
+    /// The small schedules to choose from. They stream the weights of few rows faster, and add K in slices.
+    fn small(self, gemm: &GroupedGemm) -> Vec<(u32, f64)> {
+        let exists = |rows: u32| !self.batch_invariant && gemm.weights == Weights::Nvfp4 && small(rows).serves(gemm);
+        SMALL.iter().copied().filter(|(rows, _)| exists(*rows)).collect()
+    }
+
+    /// Rows that fit one tile of a small schedule: two would read weights twice.
+    fn max_small_rows(self, gemm: &GroupedGemm) -> usize {
+        self.small(gemm).last().map_or(0, |(rows, _)| *rows as usize)
+    }
+
+    /// The wgmma schedules to choose from.
+    fn wgmma(self, gemm: &GroupedGemm) -> Vec<(u32, f64)> {
+        let exists = |rows: u32| {
+            // Of 256 rows two warps share a block of FC2's input: to quantise it costs more than smaller tiles do.
+            !(gemm.quantise && rows == 256) && rows as usize > self.max_small_rows(gemm)
+        };
+        WGMMA.iter().copied().filter(|(rows, _)| exists(*rows)).collect()
+    }
+
+    /// Every schedule that [`Chooser::batch`] may give.
     #[must_use]
     pub fn all(self, gemm: &GroupedGemm) -> Vec<Schedule> {
-        let mut all: Vec<Schedule> = [1, 9, 17, 33, 65, 129].map(|num_rows| self.schedule(gemm, num_rows)).to_vec();
-        all.dedup();
-        all
+        if self.family == Family::MmaSync {
+            return MMA_SYNC.iter().map(|&(block_rows, _)| Schedule::MmaSync { block_rows }).collect();
+        }
+        let smalls = self.small(gemm).into_iter().map(|(rows, _)| small(rows));
+        smalls.chain(self.wgmma(gemm).into_iter().map(|(block_rows, _)| Schedule::Wgmma { block_rows })).collect()
     }
+}
+
+const fn small(block_rows: u32) -> Schedule {
+    Schedule::Small { block_rows }
 }
 
 #[cfg(test)]
@@ -64,17 +126,25 @@ mod tests {
         quantise: false,
     };
 
+    fn one(chooser: Chooser, gemm: &GroupedGemm, num_rows: usize) -> Schedule {
+        chooser.batch(gemm, &[num_rows]).of(num_rows)
+    }
+
     #[test]
-    fn every_row_count_gets_a_schedule_that_was_compiled() {
+    fn every_batch_gets_schedules_that_were_compiled() {
         for family in [Family::MmaSync, Family::Wgmma] {
             for batch_invariant in [false, true] {
                 let chooser = Chooser { family, batch_invariant };
                 for weights in [Weights::Nvfp4, Weights::Bf16] {
-                    let gemm = GroupedGemm { weights, ..GEMM };
-                    let all = chooser.all(&gemm);
-                    for num_rows in (1..600).chain([300_000]) {
-                        let schedule = chooser.schedule(&gemm, num_rows);
-                        assert!(all.contains(&schedule) && schedule.serves(&gemm), "{num_rows} rows: {schedule:?}");
+                    for quantise in [false, true] {
+                        let gemm = GroupedGemm { weights, quantise, ..GEMM };
+                        let all = chooser.all(&gemm);
+                        for num_rows in (1..600).chain([300_000]) {
+                            for schedule in [one(chooser, &gemm, num_rows), chooser.batch(&gemm, &[3, num_rows]).of(3)]
+                            {
+                                assert!(all.contains(&schedule) && schedule.serves(&gemm), "{num_rows}: {schedule}");
+                            }
+                        }
                     }
                 }
             }
@@ -82,16 +152,39 @@ mod tests {
     }
 
     #[test]
-    fn one_order_over_k_where_it_is_asked_for() {
-        let of = |family, num_rows| Chooser { family, batch_invariant: true }.schedule(&GEMM, num_rows);
-        for num_rows in 1..300 {
-            assert!(matches!(of(Family::Wgmma, num_rows), Schedule::Wgmma { .. }));
-            assert!(matches!(of(Family::MmaSync, num_rows), Schedule::MmaSync { .. }));
-        }
+    fn the_order_over_k_follows_from_an_experts_own_rows() {
         let free = Chooser { family: Family::Wgmma, batch_invariant: false };
-        assert_eq!(free.schedule(&GEMM, 8), Schedule::Small { block_rows: 8 });
-        assert_eq!(free.schedule(&GEMM, 17), Schedule::Wgmma { block_rows: 32 });
+        let is_small = |schedule| matches!(schedule, Schedule::Small { .. });
+        for others in [&[][..], &[1; 50], &[16; 3], &[1000], &[17, 3, 300_000]] {
+            for num_rows in 1..100 {
+                let counts: Vec<usize> = others.iter().copied().chain([num_rows]).collect();
+                assert_eq!(
+                    is_small(free.batch(&GEMM, &counts).of(num_rows)),
+                    num_rows <= 16,
+                    "{num_rows} and {others:?}"
+                );
+            }
+        }
+        for num_rows in 1..300 {
+            let of = |family| one(Chooser { family, batch_invariant: true }, &GEMM, num_rows);
+            assert!(matches!(of(Family::Wgmma), Schedule::Wgmma { .. }));
+            assert!(matches!(of(Family::MmaSync), Schedule::MmaSync { .. }));
+        }
+    }
+
+    #[test]
+    fn a_batch_takes_the_tile_that_is_fastest_for_all() {
+        let free = Chooser { family: Family::Wgmma, batch_invariant: false };
+        let rows = |num_rows| one(free, &GEMM, num_rows);
+        assert_eq!([8, 16].map(rows), [8, 16].map(small));
+        let wgmma = |block_rows| Schedule::Wgmma { block_rows };
+        assert_eq!([17, 64, 128, 256, 1024].map(rows), [32, 64, 128, 256, 256].map(wgmma));
+        assert_eq!(free.batch(&GEMM, &[60; 50]).of(60), wgmma(64));
+        assert_eq!(free.batch(&GEMM, &[40, 40, 40, 8000]).of(40), wgmma(256), "one hot expert has most tiles");
         let wide = GroupedGemm { hidden: 7168, ..GEMM };
-        assert_eq!(free.schedule(&wide, 16), Schedule::Wgmma { block_rows: 16 }, "registers do not hold 16 such rows");
+        assert_eq!(one(free, &wide, 8), small(8));
+        assert_eq!(one(free, &wide, 16), wgmma(16), "registers do not hold 16 such rows");
+        let quantising = GroupedGemm { quantise: true, ..GEMM };
+        assert_eq!(one(free, &quantising, 1024), wgmma(128));
     }
 }

@@ -1,0 +1,360 @@
+//! The expert computation of one rank alone, for benches: weights, rows and results stay on the device, and what computes
+//! them is recorded once and replayed.
+//!
+//! There are several sets of weights, so that a replay reads none from the device's cache. Experts repeat a few patterns:
+//! what is copied and multiplied does not depend on that.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::workspace::NUM_COUNTERS;
+use super::{Gpu, Shared, experts, family, pack};
+use crate::backend::{BackendError, ExpertsSpec, checks};
+use crate::checkpoint::tensors::ExpertTensors;
+use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, LaunchShape, Stream};
+use crate::jit::kernels::grouped_gemm::{ExpertEntry, GroupedGemm, GroupedGemmArgs, Schedule, Weights};
+use crate::jit::kernels::{Chooser, ReadAll, ReadArgs};
+use crate::select::Identity;
+
+/// How much of a layer there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalSize {
+    /// Experts of the rank.
+    pub num_experts: usize,
+    /// Sets of weights that are read in turn.
+    pub num_sets: usize,
+}
+
+/// Tokens that rows take in turn; each row reads a place of its own.
+#[derive(Debug, Clone, Copy)]
+pub struct LocalTokens<'a> {
+    /// bf16 `[num_tokens, hidden]`
+    pub values: &'a [u16],
+    /// Multiplies every value.
+    pub scale: f32,
+}
+
+/// Packed experts on a device.
+pub struct LocalLayer {
+    shared: Arc<Shared>,
+    spec: ExpertsSpec,
+    gemm: GroupedGemm,
+    identity: Identity,
+    /// One set each: images of all FC1, then of all FC2.
+    sets: Vec<DeviceBuffer<u8>>,
+    /// `[num_experts]`, with places in a set instead of addresses.
+    entries: Vec<ExpertEntry>,
+    expert_bytes: u64,
+}
+
+impl LocalLayer {
+    /// Packs `patterns`, which the experts repeat.
+    ///
+    /// # Errors
+    /// If a pattern is not the spec's, does not pack, or the sets do not fit the device.
+    ///
+    /// # Panics
+    /// If there is no pattern, or no set.
+    pub fn new(
+        gpu: &Gpu,
+        spec: ExpertsSpec,
+        patterns: &[ExpertTensors],
+        size: LocalSize,
+    ) -> Result<Self, BackendError> {
+        let shared = gpu.shared.clone();
+        let stream = shared.stream();
+        let mut images = Vec::new();
+        for expert in patterns {
+            checks::expert(&spec, expert)?;
+            let packed = |projection| move |source| BackendError::Pack { projection, source };
+            let fc1 = pack::pack_fc1(&expert.gate, &expert.up).map_err(packed("gate with up"))?;
+            let fc2 = pack::pack_fc2(&expert.down).map_err(packed("down"))?;
+            images.push([fc1.bytes, fc2.bytes]);
+        }
+        let [fc1_bytes, fc2_bytes] = [0, 1].map(|fc| images[0][fc].len());
+        let fc1_at = |expert: usize| expert * fc1_bytes;
+        let fc2_at = |expert: usize| size.num_experts * fc1_bytes + expert * fc2_bytes;
+        let mut first = DeviceBuffer::uninitialised(stream.device(), size.num_experts * (fc1_bytes + fc2_bytes))?;
+        for expert in 0..size.num_experts {
+            let [fc1, fc2] = &images[expert % images.len()];
+            first.upload(stream, fc1_at(expert), fc1)?;
+            first.upload(stream, fc2_at(expert), fc2)?;
+        }
+        let mut sets = vec![first];
+        while sets.len() < size.num_sets {
+            let mut set = DeviceBuffer::uninitialised(stream.device(), sets[0].len())?;
+            set.copy_from(stream, 0, &sets[0], 0..sets[0].len())?;
+            sets.push(set);
+        }
+        let entry = |expert: usize| ExpertEntry {
+            fc1: fc1_at(expert) as u64,
+            fc2: fc2_at(expert) as u64,
+            ..experts::entry(&patterns[expert % patterns.len()])
+        };
+        Ok(Self {
+            spec,
+            gemm: experts::gemm(&spec, Weights::Nvfp4)?,
+            identity: checks::identity(shared.technique, &spec, &patterns[0]),
+            entries: (0..size.num_experts).map(entry).collect(),
+            expert_bytes: (fc1_bytes + fc2_bytes) as u64,
+            sets,
+            shared,
+        })
+    }
+
+    /// What it runs.
+    #[must_use]
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// Packed bytes of one expert.
+    #[must_use]
+    pub fn expert_bytes(&self) -> u64 {
+        self.expert_bytes
+    }
+
+    /// The stream that everything is queued in.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        self.shared.stream()
+    }
+
+    /// Records the reading of every set once, and nothing else.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn reading(&self) -> Result<Reading<'_>, BackendError> {
+        let (stream, arch) = (self.stream(), self.shared.gpu.arch());
+        let shared_bytes = ReadAll::shared_bytes(arch);
+        let read = self.shared.gpu.function(ReadAll::request(arch), ReadAll::FUNCTION, shared_bytes)?;
+        let num_blocks = stream.device().facts().num_multiprocessors * ReadAll::blocks_per_multiprocessor(arch);
+        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, ReadAll::NUM_THREADS) };
+        let sink = DeviceBuffer::<u32>::zeroed(stream, 1)?;
+        let graph = Graph::capture(stream, || {
+            for set in &self.sets {
+                let args = ReadArgs { data: set.address(), num_bytes: set.num_bytes() as u64, sink: sink.address() };
+                // SAFETY: the set lives in `self`, which the reading borrows; the sink goes with the reading.
+                unsafe { read.launch(stream, &shape, &args)? };
+            }
+            Ok::<_, CudaError>(())
+        })?;
+        Ok(Reading { replay: Replay::new(self, graph)?, _sink: sink })
+    }
+
+    /// Records the layer over `counts[expert]` rows of each expert, once with each set.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If `counts` has another number of experts, or there are no tokens.
+    pub fn work(&self, counts: &[usize], tokens: LocalTokens<'_>) -> Result<LocalWork<'_>, BackendError> {
+        assert_eq!(counts.len(), self.entries.len(), "a count for every expert");
+        let stream = self.stream();
+        let mut shares: BTreeMap<Schedule, Vec<usize>> = BTreeMap::new();
+        let technique = self.shared.technique;
+        let family = family(technique).unwrap_or_else(|| unreachable!("{technique} has no schedules"));
+        let chooser = Chooser { family, batch_invariant: self.spec.batch_invariant };
+        let schedules = chooser.batch(&self.gemm, counts);
+        for (expert, &num_rows) in counts.iter().enumerate().filter(|(_, rows)| **rows > 0) {
+            shares.entry(schedules.of(num_rows)).or_default().push(expert);
+        }
+        let mut programs = Vec::new();
+        for (schedule, experts) in &shares {
+            programs.push((self.shared.programs.schedule(*schedule, &self.gemm)?, experts));
+        }
+        let buffers = Buffers::new(self, counts, tokens, programs.iter().map(|(_, experts)| &experts[..]))?;
+        let graph = Graph::capture(stream, || {
+            for set in 0..self.sets.len() {
+                for (share, (program, _)) in programs.iter().enumerate() {
+                    let args = buffers.args(self.entries.len(), set * programs.len() + share, tokens.scale)?;
+                    // SAFETY: every buffer has room for these counts and goes with the work; the sets live in `self`, which
+                    // the work borrows, and so do the programs' modules.
+                    unsafe { program.queue(stream, &args, buffers.image.address())? };
+                }
+            }
+            Ok::<_, BackendError>(())
+        })?;
+        Ok(LocalWork {
+            replay: Replay::new(self, graph)?,
+            schedules: shares.into_keys().collect(),
+            num_rows: counts.iter().sum(),
+            buffers,
+        })
+    }
+}
+
+/// What a work reads and writes, its weights apart.
+struct Buffers {
+    row_token: DeviceBuffer<u32>,
+    expert_offsets: DeviceBuffer<u32>,
+    tokens: DeviceBuffer<u16>,
+    image: DeviceBuffer<u16>,
+    inner: DeviceBuffer<u16>,
+    out: DeviceBuffer<f32>,
+    counts: DeviceBuffer<u64>,
+    barrier: DeviceBuffer<u32>,
+    /// `[num_sets, num_shares, num_experts]`
+    entries: DeviceBuffer<ExpertEntry>,
+}
+
+impl Buffers {
+    fn new<'a>(
+        layer: &LocalLayer,
+        counts: &[usize],
+        tokens: LocalTokens<'_>,
+        shares: impl Iterator<Item = &'a [usize]> + Clone,
+    ) -> Result<Self, BackendError> {
+        let (stream, spec) = (layer.stream(), &layer.spec);
+        let num_rows: usize = counts.iter().sum();
+        let num_padded = experts::padded_rows(num_rows, counts.len());
+        let mut expert_offsets = vec![0];
+        let mut row_token = Vec::with_capacity(num_rows);
+        for count in counts {
+            expert_offsets.push(expert_offsets[expert_offsets.len() - 1] + narrow(*count));
+        }
+        // No two neighbours' tokens are neighbours, as where tokens choose their experts.
+        let stride = (num_rows / 2 + 1..).find(|stride| gcd(*stride, num_rows.max(1)) == 1).unwrap_or(1);
+        row_token.extend((0..num_rows).map(|row| narrow(row * stride % num_rows)));
+        let mut own_tokens = DeviceBuffer::uninitialised(stream.device(), num_rows * spec.hidden)?;
+        for start in (0..own_tokens.len()).step_by(tokens.values.len()) {
+            let len = tokens.values.len().min(own_tokens.len() - start);
+            own_tokens.upload(stream, start, &tokens.values[..len])?;
+        }
+        let mut entries = Vec::new();
+        for set in &layer.sets {
+            for share in shares.clone() {
+                let start = entries.len();
+                entries.resize(start + counts.len(), ExpertEntry::default());
+                for &expert in share {
+                    let entry = layer.entries[expert];
+                    let (fc1, fc2) = (set.address() + entry.fc1, set.address() + entry.fc2);
+                    entries[start + expert] = ExpertEntry { fc1, fc2, ..entry };
+                }
+            }
+        }
+        Ok(Self {
+            row_token: DeviceBuffer::from_slice(stream, &row_token)?,
+            expert_offsets: DeviceBuffer::from_slice(stream, &expert_offsets)?,
+            tokens: own_tokens,
+            image: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.hidden))?,
+            inner: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.intermediate))?,
+            out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
+            counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
+            barrier: DeviceBuffer::zeroed(stream, 2)?,
+            entries: DeviceBuffer::from_slice(stream, &entries)?,
+        })
+    }
+
+    /// The arguments of the launches that take the `index`th entries of `num_experts`.
+    fn args(&self, num_experts: usize, index: usize, token_scale: f32) -> Result<GroupedGemmArgs, CudaError> {
+        Ok(GroupedGemmArgs {
+            experts: self.entries.address_of(index * num_experts..(index + 1) * num_experts)?,
+            expert_offsets: self.expert_offsets.address(),
+            row_token: self.row_token.address(),
+            tokens: self.tokens.address(),
+            inner: self.inner.address(),
+            out: self.out.address(),
+            counts: self.counts.address(),
+            barrier: self.barrier.address(),
+            token_scale,
+            num_experts: narrow(num_experts),
+        })
+    }
+}
+
+/// Rows and experts of a bench are few.
+fn narrow(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Recorded work, and the time of a replay.
+struct Replay<'a> {
+    layer: &'a LocalLayer,
+    graph: Graph,
+    start: Event,
+    end: Event,
+}
+
+impl<'a> Replay<'a> {
+    fn new(layer: &'a LocalLayer, graph: Graph) -> Result<Self, CudaError> {
+        let device = layer.stream().device();
+        Ok(Self { layer, graph, start: Event::new(device)?, end: Event::new(device)? })
+    }
+
+    /// # Safety
+    /// What the graph touches lives.
+    unsafe fn run(&self) -> Result<Duration, BackendError> {
+        let stream = self.layer.stream();
+        self.start.record(stream)?;
+        // SAFETY: the caller's promise; the stream orders replays.
+        unsafe { self.graph.launch(stream)? };
+        self.end.record(stream)?;
+        self.end.synchronise()?;
+        Ok(self.end.elapsed_since(&self.start)? / narrow(self.layer.sets.len()))
+    }
+}
+
+/// The recorded reading of all sets.
+pub struct Reading<'a> {
+    replay: Replay<'a>,
+    _sink: DeviceBuffer<u32>,
+}
+
+impl Reading<'_> {
+    /// Reads, and returns what one set took.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn run(&self) -> Result<Duration, BackendError> {
+        // SAFETY: `self` holds the sink, and the layer, which it borrows, the sets.
+        unsafe { self.replay.run() }
+    }
+}
+
+/// The recorded computation of a layer.
+pub struct LocalWork<'a> {
+    replay: Replay<'a>,
+    schedules: Vec<Schedule>,
+    num_rows: usize,
+    buffers: Buffers,
+}
+
+impl LocalWork<'_> {
+    /// The schedules that it consists of.
+    #[must_use]
+    pub fn schedules(&self) -> &[Schedule] {
+        &self.schedules
+    }
+
+    /// Computes, and returns what it took with one set.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn run(&self) -> Result<Duration, BackendError> {
+        // SAFETY: `self` holds every buffer, and the layer, which it borrows, the sets.
+        unsafe { self.replay.run() }
+    }
+
+    /// Computes once more, and asks the device whether every row was.
+    ///
+    /// # Errors
+    /// If the device fails, or has computed another number of rows.
+    pub fn check(&mut self) -> Result<(), BackendError> {
+        let stream = self.replay.layer.stream();
+        self.buffers.counts.fill_bytes(stream, 0)?;
+        self.run()?;
+        let found = self.buffers.counts.download(stream)?[2];
+        let wanted = (self.num_rows * self.replay.layer.sets.len()) as u64;
+        if found != wanted {
+            return Err(BackendError::Rows { identity: self.replay.layer.identity, found, wanted });
+        }
+        Ok(())
+    }
+}

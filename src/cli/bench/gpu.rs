@@ -1,0 +1,140 @@
+//! The bench of a GPU's kernels: graphs of the local layer with cold weights, beside what memory and tensor cores give.
+
+use std::time::Duration;
+
+use crate::backend::cuda::{Gpu, GpuOptions, LocalLayer, LocalSize, LocalTokens, LocalWork};
+use crate::backend::{ExpertsSpec, Kernels};
+use crate::numerics::nvfp4;
+
+use super::gpu_report::{GpuCeilings, GpuReport, GpuRow};
+use super::rows::RowForm;
+use super::work::{Noise, TOKEN_SCALE};
+use super::{BenchArgs, BenchError};
+
+/// Sets of weights: with two, the smaller layers would still be read from L2.
+const NUM_SETS: usize = 4;
+
+/// Different experts; more would take longer to make and change nothing.
+const NUM_PATTERNS: usize = 4;
+
+/// Different tokens, likewise.
+const NUM_TOKENS: usize = 1024;
+
+/// Replays that count, unless asked for otherwise.
+const REPEATS: usize = 30;
+
+/// Replays before those that count.
+const NUM_WARM: usize = 2;
+
+/// A line of the table that is being measured.
+struct Line<'a> {
+    form: RowForm,
+    rows_per_expert: usize,
+    counts: Vec<usize>,
+    work: LocalWork<'a>,
+    times_us: Vec<f64>,
+}
+
+/// Records every line, and replays them in turn.
+pub(super) fn run(
+    technique: &'static str,
+    args: &BenchArgs,
+    spec: ExpertsSpec,
+    nvrtc: Option<&str>,
+) -> Result<GpuReport, BenchError> {
+    let options = GpuOptions { ordinal: 0, kernels: Kernels::OnDemand(nvrtc.map(str::to_owned)) };
+    let gpu = Gpu::new(technique, &options, args.threads)?;
+    let mut noise = Noise(1);
+    let patterns: Vec<_> = (0..NUM_PATTERNS.min(args.experts)).map(|_| noise.expert(&spec)).collect();
+    let size = LocalSize { num_experts: args.experts, num_sets: NUM_SETS };
+    let layer = LocalLayer::new(&gpu, spec, &patterns, size)?;
+    drop(patterns);
+    let (values, scale) = tokens(&spec, &mut noise);
+    let tokens = LocalTokens { values: &values, scale };
+
+    let mut lines = Vec::new();
+    for &form in &args.rows {
+        for &rows_per_expert in &args.rows_per_expert {
+            let counts = form.counts(args.experts, rows_per_expert);
+            let mut work = layer.work(&counts, tokens)?;
+            for _ in 0..NUM_WARM {
+                work.run()?;
+            }
+            work.check()?;
+            lines.push(Line { form, rows_per_expert, counts, work, times_us: Vec::new() });
+        }
+    }
+    let reading = layer.reading()?;
+    let mut reading_us = Vec::new();
+    let repeats = args.repeats.unwrap_or(REPEATS);
+    for _ in 0..repeats {
+        for line in &mut lines {
+            line.times_us.push(us(line.work.run()?));
+        }
+        reading_us.push(us(reading.run()?));
+    }
+
+    let set_bytes = layer.expert_bytes() as f64 * args.experts as f64;
+    let ceilings = GpuCeilings { read_tbyte_per_s: set_bytes / median(&mut reading_us) / 1e6, dense_tflops: None };
+    let rows = lines.into_iter().map(|line| row(&layer, &spec, ceilings, line)).collect();
+    let facts = layer.stream().device().facts();
+    Ok(GpuReport {
+        implementation: layer.identity().to_string(),
+        device: facts.name.clone(),
+        num_multiprocessors: facts.num_multiprocessors,
+        num_experts: args.experts,
+        hidden: spec.hidden,
+        intermediate: spec.intermediate,
+        activations: args.activations,
+        batch_invariant: spec.batch_invariant,
+        num_sets: NUM_SETS,
+        repeats,
+        expert_bytes: layer.expert_bytes(),
+        ceilings,
+        rows,
+    })
+}
+
+fn row(layer: &LocalLayer, spec: &ExpertsSpec, ceilings: GpuCeilings, line: Line<'_>) -> GpuRow {
+    let Line { form, rows_per_expert, counts, work, mut times_us } = line;
+    let num_experts_hit = counts.iter().filter(|rows| **rows > 0).count();
+    let num_rows = counts.iter().sum::<usize>();
+    let median_us = median(&mut times_us);
+    GpuRow {
+        form,
+        rows_per_expert,
+        counts,
+        num_rows,
+        num_experts_hit,
+        schedules: work.schedules().iter().map(ToString::to_string).collect(),
+        median_us,
+        min_us: times_us[0],
+        ..ceilings.row(
+            2.0 * 3.0 * spec.hidden as f64 * spec.intermediate as f64 * num_rows as f64,
+            layer.expert_bytes() as f64 * num_experts_hit as f64,
+            median_us,
+        )
+    }
+}
+
+/// bf16 values, and what multiplies them.
+fn tokens(spec: &ExpertsSpec, noise: &mut Noise) -> (Vec<u16>, f32) {
+    let mut values: Vec<f32> = (0..NUM_TOKENS * spec.hidden).map(|_| noise.value()).collect();
+    let mut scale = 1.0;
+    if spec.quantise_activations {
+        scale = TOKEN_SCALE;
+        let unscaled = values.clone();
+        nvfp4::quantise_unscaled(&unscaled, scale, &mut values);
+    }
+    (values.into_iter().map(|value| half::bf16::from_f32(value).to_bits()).collect(), scale)
+}
+
+fn us(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e6
+}
+
+/// The median of times, which it sorts.
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
