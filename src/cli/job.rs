@@ -139,6 +139,8 @@ pub struct Job<'a> {
     pub input: &'a InputRef,
     /// How rows are dealt to ranks.
     pub split: &'a Split,
+    /// Of the input's rows so many, spread evenly over it ([`sampled`]); absent: all.
+    pub num_rows: Option<usize>,
     /// What is computed.
     pub part: Part,
     /// Top-k from a file instead of the router.
@@ -176,6 +178,7 @@ impl<'a> Job<'a> {
             layers,
             input: &work.input,
             split: &work.split,
+            num_rows: None,
             part: work.part.into(),
             topk: work.topk.as_deref(),
             steps: 1,
@@ -215,7 +218,8 @@ pub struct Results {
 
 /// This rank's share of the input.
 struct Share {
-    rows: std::ops::Range<usize>,
+    /// Its rows, by their place in the input.
+    rows: Vec<usize>,
     width: usize,
     hidden: Vec<f32>,
     is_bf16: bool,
@@ -296,6 +300,13 @@ fn deal_rows(split: &Split, rows: usize, num_ranks: usize) -> Result<Vec<usize>,
     }
 }
 
+/// `num_rows` of an input's rows, spread evenly over it; all if there are no more.
+#[must_use]
+pub fn sampled(num_rows: Option<usize>, num_input_rows: usize) -> Vec<usize> {
+    let num_rows = num_rows.unwrap_or(num_input_rows).min(num_input_rows);
+    (0..num_rows).map(|row| row * num_input_rows / num_rows).collect()
+}
+
 fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     use crate::config::Payload;
 
@@ -311,10 +322,13 @@ fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     {
         return Err(JobError::InputDtype { path: job.input.path.clone(), payload });
     }
-    let dealt = deal_rows(job.split, matrix.num_rows, world.size())?;
-    let start = dealt[..world.rank().index()].iter().sum();
-    let rows = start..start + dealt[world.rank().index()];
-    let hidden = matrix.values[rows.start * matrix.num_columns..rows.end * matrix.num_columns].to_vec();
+    let sample = sampled(job.num_rows, matrix.num_rows);
+    let dealt = deal_rows(job.split, sample.len(), world.size())?;
+    let start: usize = dealt[..world.rank().index()].iter().sum();
+    let rows = sample[start..start + dealt[world.rank().index()]].to_vec();
+    let mut hidden = Vec::with_capacity(rows.len() * matrix.num_columns);
+    rows.iter()
+        .for_each(|row| hidden.extend_from_slice(&matrix.values[row * matrix.num_columns..][..matrix.num_columns]));
     Ok(Share {
         rows,
         width: matrix.num_columns,
@@ -340,12 +354,13 @@ fn read_topk(job: &Job<'_>, session: &Session, share: &Share) -> Result<Vec<Opti
         let in_file = |source| JobError::Topk { path: path.to_owned(), source };
         topk.validate(session.geometry().num_experts).map_err(in_file)?;
         let found = topk.idx.len() / topk.num_topk;
-        if found < share.rows.end {
-            return Err(JobError::TopkRows { path: path.to_owned(), found, rows: share.rows.end });
+        let rows = share.rows.last().map_or(0, |row| row + 1);
+        if found < rows {
+            return Err(JobError::TopkRows { path: path.to_owned(), found, rows });
         }
-        let slots = share.rows.start * topk.num_topk..share.rows.end * topk.num_topk;
-        let (idx, weights) = (topk.idx[slots.clone()].to_vec(), topk.weights[slots].to_vec());
-        Ok(Some(TopK { num_topk: topk.num_topk, idx, weights }))
+        let slots = || share.rows.iter().flat_map(|row| row * topk.num_topk..(row + 1) * topk.num_topk);
+        let (idx, weights) = (slots().map(|slot| topk.idx[slot]), slots().map(|slot| topk.weights[slot]));
+        Ok(Some(TopK { num_topk: topk.num_topk, idx: idx.collect(), weights: weights.collect() }))
     };
     session.layers().iter().map(of_layer).collect()
 }
@@ -373,18 +388,21 @@ fn run_steps(
     for step in 0..job.steps.max(1) {
         world.barrier();
         let begin = Instant::now();
+        // Of the layers alone: what is kept and compared of a step is none of it.
+        let mut elapsed = Duration::ZERO;
         for (position, layer) in session.layers().iter().enumerate() {
             let topk = topk[position].as_ref();
             let (part, record_spans) = (job.part, recorder.is_some());
             let input = LayerInput { hidden: &share.hidden, topk, part, step, record_spans };
             let layer_begin = Instant::now();
             let mut output = layer.forward(world, session.capacity(), &input)?;
+            elapsed += layer_begin.elapsed();
             if let Some(recorder) = &mut recorder {
                 recorder.layer((step, layer.decision().layer.0), layer_begin, &mut output);
             }
             record(&mut steps.layers, position, output);
         }
-        steps.step_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        steps.step_us.push(elapsed.as_secs_f64() * 1e6);
         if let Some(recorder) = &mut recorder {
             recorder.step(step, begin);
         }
@@ -404,10 +422,19 @@ fn record(layers: &mut Vec<Done>, position: usize, output: LayerOutput) {
             done.stats.add(&stats);
             done.outcome.num_slots += num_slots;
             done.outcome.num_not_finite += num_not_finite;
+            done.outcome.num_steps_off += u64::from(!same_bits(&done.output.values, &output.values));
             done.output = output;
         }
-        None => layers.push(Done { output, stats, outcome: LayerOutcome { num_slots, num_not_finite } }),
+        None => {
+            let outcome = LayerOutcome { num_slots, num_not_finite, num_steps_off: 0 };
+            layers.push(Done { output, stats, outcome });
+        }
     }
+}
+
+/// Whether two steps of one input gave the same; a NaN is the same as itself.
+fn same_bits(one: &[f32], other: &[f32]) -> bool {
+    bytemuck::cast_slice::<f32, u8>(one) == bytemuck::cast_slice::<f32, u8>(other)
 }
 
 /// Every layer's rows and top-k at rank 0, in the order of the input.
@@ -449,6 +476,16 @@ impl From<values::Part> for Part {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn samples_are_spread_over_the_input() {
+        assert_eq!(sampled(Some(4), 256), [0, 64, 128, 192]);
+        assert_eq!(sampled(Some(3), 10), [0, 3, 6]);
+        for all in [None, Some(5), Some(6)] {
+            assert_eq!(sampled(all, 5), [0, 1, 2, 3, 4]);
+        }
+        assert_eq!(sampled(Some(3), 0), [0; 0]);
+    }
 
     #[test]
     fn rows_are_dealt_in_contiguous_blocks() {

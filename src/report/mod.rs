@@ -103,6 +103,8 @@ pub struct RankLayer {
     pub slots: u64,
     /// Output values that are not finite.
     pub num_not_finite: u64,
+    /// Steps whose output is not bit for bit that of the step before.
+    pub num_steps_off: u64,
 }
 
 /// Block scales of a quantised input.
@@ -159,6 +161,7 @@ impl RankReport {
             fc2_input: stats.fc2_input.into(),
             slots: outcome.num_slots,
             num_not_finite: outcome.num_not_finite,
+            num_steps_off: outcome.num_steps_off,
         });
         for (name, time) in stats.times.by_name() {
             match self.phases.iter_mut().find(|(known, _)| known == name) {
@@ -176,6 +179,8 @@ pub struct LayerOutcome {
     pub num_slots: u64,
     /// Output values that are not finite.
     pub num_not_finite: u64,
+    /// Steps whose output is not bit for bit that of the step before.
+    pub num_steps_off: u64,
 }
 
 /// What was decided for all ranks.
@@ -315,6 +320,9 @@ impl RunReport {
         let layers = decided.layers.iter().map(|layer| join_layer(layer, &ranks)).collect();
         let phases = join_phases(&ranks);
         let mut checks = vec![check_rows(&ranks), check_finite(&ranks), check_identities(&decided, &ranks)];
+        if steps.count > 1 {
+            checks.push(check_steps(&ranks));
+        }
         if !decided.tactics.is_empty() {
             checks.push(check_tactics(&decided, &ranks));
         }
@@ -389,6 +397,21 @@ fn check_finite(ranks: &[RankReport]) -> Check {
     Check { name: "every output is finite".to_owned(), pass: num == 0, detail: format!("{num} values are not") }
 }
 
+/// One input gives one output, however often.
+fn check_steps(ranks: &[RankReport]) -> Check {
+    let of_rank = |rank: &RankReport| rank.layers.iter().map(|share| share.num_steps_off).sum::<u64>();
+    let off: Vec<String> = ranks
+        .iter()
+        .filter(|rank| of_rank(rank) > 0)
+        .map(|rank| format!("{} on rank {}", of_rank(rank), rank.rank))
+        .collect();
+    Check {
+        name: "every step gave the same bits".to_owned(),
+        pass: off.is_empty(),
+        detail: if off.is_empty() { "no step differs from the one before".to_owned() } else { off.join(", ") },
+    }
+}
+
 /// Nothing but what all ranks agreed on computed: the winner of each layer, and its companions for the layer's other experts.
 fn check_identities(decided: &Decided, ranks: &[RankReport]) -> Check {
     let allowed = |launch: &Launch| {
@@ -434,7 +457,7 @@ pub(super) mod tests {
             "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "fc1_input": quant, "fc2_input": quant,
-                "slots": 1, "num_not_finite": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
+                "slots": 1, "num_not_finite": 0, "num_steps_off": 0, "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
             }],
             "launches": launched.iter().map(|identity| serde_json::json!({
                 "layer": 3, "part": "routed", "identity": identity, "rows": 1, "calls": 1,
@@ -477,6 +500,18 @@ pub(super) mod tests {
             assert_eq!(report.exit(), Exit::Disagreement, "{other}");
             assert!(report.to_string().contains(&format!("rank 0 ran {other} in layer 3")), "{report}");
         }
+    }
+
+    /// A step that gives other bits is a wrong result; of one step there is nothing to say.
+    #[test]
+    fn a_step_with_other_bits_fails() {
+        let mut once = report(&[]);
+        once.ranks[0].layers[0].num_steps_off = 1;
+        let join = |steps| RunReport::join(once.decided.clone(), once.ranks.clone(), StepReport::new(steps));
+        assert_eq!(join(vec![1.0]).exit(), Exit::Fine);
+        let twice = join(vec![1.0, 1.0]);
+        assert_eq!(twice.exit(), Exit::WrongResult);
+        assert!(twice.to_string().contains("1 on rank 0"), "{twice}");
     }
 
     /// Whole, so that two runs can be compared by eye, and with where to see what they are of.

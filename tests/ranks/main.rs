@@ -4,7 +4,8 @@
 //! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
-//! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run.
+//! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run; `gpu` holds all
+//! that needs GPUs (`tests/gpu/run.sh`).
 
 mod agreement;
 mod agreement_cost;
@@ -12,6 +13,7 @@ mod bits;
 mod cases;
 mod equal_setups;
 mod fixtures;
+mod gpu;
 mod inspect;
 mod loading;
 mod page;

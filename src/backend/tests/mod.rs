@@ -7,6 +7,7 @@ mod bits;
 mod cases;
 mod fixtures;
 mod gpu;
+mod gpu_quantise;
 mod mutations;
 mod oracle;
 mod refusals;

@@ -15,14 +15,17 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::disturb::{Pipes, Running};
+use super::places;
 use super::processes::{MARKER, high_water_mark, kill, marked_processes, wait_until_gone};
 
 /// Every failing case has to be over by then (DESIGN: all ranks gone within 30 s).
 pub const FAILURE_LIMIT: Duration = Duration::from_secs(30);
 /// A case that succeeds may take longer on a busy machine; beyond this it hangs.
 pub const SUCCESS_LIMIT: Duration = Duration::from_secs(240);
-/// Jobs at once over all test threads and processes: the smallest machine we test on has two cores.
-const NUM_SLOTS: usize = 2;
+/// Jobs at once over all test threads and processes: two where there are two cores, the smallest machine that we test on.
+fn num_slots() -> usize {
+    thread::available_parallelism().map_or(2, usize::from).div_ceil(2).max(2)
+}
 
 /// A command to start.
 #[derive(Debug, Clone)]
@@ -83,7 +86,7 @@ pub fn alone() -> Job {
     Job {
         ranks: None,
         through_launcher: false,
-        program: env!("CARGO_BIN_EXE_lockstep").into(),
+        program: places::binary(),
         args: Vec::new(),
         env: vec![("LOCKSTEP_THREADS".into(), "1".into())],
         unset: Vec::new(),
@@ -191,7 +194,7 @@ impl Job {
             return line;
         }
         if let (Some(ranks), true) = (self.ranks, self.through_launcher) {
-            line.push(concat!(env!("CARGO_MANIFEST_DIR"), "/launch/mpirun.sh").into());
+            line.push(places::of_project("launch/mpirun.sh").into());
             line.extend(["--ranks".into(), ranks.to_string().into(), "--binary".into()]);
         } else if let Some(ranks) = self.ranks {
             line.extend(mpi_launcher());
@@ -389,19 +392,20 @@ fn mpi_launcher() -> Vec<OsString> {
 /// Waits for one of the slots; the lock goes with the file. Files and not a semaphore, so that a runner which starts a
 /// process a test is held to the same number.
 fn take_slot() -> File {
+    let num_slots = num_slots();
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let first = std::process::id() as usize + NEXT.fetch_add(1, Ordering::Relaxed);
-    let mut slots: Vec<File> = (0..NUM_SLOTS)
+    let mut slots: Vec<File> = (0..num_slots)
         .map(|slot| {
-            let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("ranks-slot-{slot}"));
+            let path = places::temporary().join(format!("ranks-slot-{slot}"));
             File::create(&path).unwrap_or_else(|error| panic!("cannot create {}: {error}", path.display()))
         })
         .collect();
-    let mine = (0..NUM_SLOTS)
-        .map(|step| (first + step) % NUM_SLOTS)
+    let mine = (0..num_slots)
+        .map(|step| (first + step) % num_slots)
         .find(|&slot| slots[slot].try_lock().is_ok())
         .unwrap_or_else(|| {
-            let slot = first % NUM_SLOTS;
+            let slot = first % num_slots;
             slots[slot].lock().expect("a slot can be locked");
             slot
         });
