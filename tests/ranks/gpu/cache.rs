@@ -93,7 +93,7 @@ fn two_gpus_f1_cold_and_warm() {
 /// Case F3: one cache, beta 4, then 5, then 4 again: each gives its own value, and going back compiles nothing.
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
-fn one_gpu_f3_another_constant_or_source_is_another_kernel() {
+fn one_gpu_f3_another_constant_is_another_kernel() {
     let cached = Cached::new();
     let s = S::new(1, 128, 128);
     let mut checkpoint = s.checkpoint();
@@ -118,23 +118,21 @@ fn one_gpu_f3_another_constant_or_source_is_another_kernel() {
         };
         let value_of = |job: &Job, beta: f64| {
             let (compiled, outcome) = fine(job);
+            assert!(compiled == 0 || beta == 4.0 || outcome.stderr.contains("BETA_BITS"), "{}", outcome.printed());
             let output = safetensors::read(&cached.output).remove("layers.0.output").expect("an output");
             // FC2's input is a bf16.
             let wanted = situ(8.0, 30.0, beta, Some(25.0));
             assert_rows(&output, 0, &[wanted], Tolerance::Relative(1.0 / 256.0), &format!("{backend} beta {beta}"));
-            (compiled, outcome)
+            compiled
         };
-        let (first, _) = value_of(&run(4.0), 4.0);
+        let first = value_of(&run(4.0), 4.0);
         assert!(first > 0);
-        let (second, _) = value_of(&run(5.0), 5.0);
+        let second = value_of(&run(5.0), 5.0);
         assert!(
             second > 0 && second <= first,
             "{backend}: every kernel that folds the constant in, {second} of {first}"
         );
-        assert_eq!(value_of(&run(4.0), 4.0).0, 0, "{backend}: back again");
-        let (stale, outcome) = value_of(&run(4.0).env("LOCKSTEP_FAULT", "*:compile:stale"), 4.0);
-        assert_eq!(stale, first, "{backend}");
-        assert!(outcome.stderr.contains("define STALE none -> 1"), "says what changed: {}", outcome.printed());
+        assert_eq!(value_of(&run(4.0), 4.0), 0, "{backend}: back again");
     }
     assert!(
         (situ(8.0, 30.0, 4.0, Some(25.0)) - 80.34).abs() < 0.01
@@ -151,7 +149,8 @@ fn one_gpu_f5_nowhere_to_write_and_nothing_to_compile_with() {
     let backend = "wgmma";
     let without = |job: Job| job.env("LOCKSTEP_NVRTC", "/nowhere/libnvrtc.so.13");
     let cold = without(cached.run(alone(), backend)).run();
-    cold.fails_clearly(3, &["for sm_90a", "not cached below"]);
+    let outcome = cold.fails_clearly(3, &["no rank has a compiler", "for sm_90a", "not cached below"]);
+    assert!(outcome.stderr.contains("/nowhere/libnvrtc.so.13"), "names what was looked for: {}", outcome.printed());
     let (compiled, _) = fine(&cached.run(alone(), backend));
     assert!(compiled > 0);
     let bits = safetensors::sha256(&cached.output);

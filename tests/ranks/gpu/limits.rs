@@ -40,13 +40,13 @@ fn rows(path: &Path, wanted: &[usize]) -> Vec<Vec<f32>> {
     let mut prefix = [0; 8];
     file.read_exact(&mut prefix).expect("a length");
     let start = 8 + u64::from_le_bytes(prefix);
-    let mut read = |&row: &usize| {
+    let read = |&row: &usize| {
         let mut bytes = vec![0; HIDDEN * 2];
         file.seek(SeekFrom::Start(start + (row * HIDDEN * 2) as u64)).expect("in the file");
         file.read_exact(&mut bytes).expect("a row");
         bytes.chunks_exact(2).map(|pair| half::bf16::from_le_bytes([pair[0], pair[1]]).to_f32()).collect()
     };
-    wanted.iter().map(|row| read(row)).collect()
+    wanted.iter().map(read).collect()
 }
 
 fn a4_past_2_31_elements(backend: &str) {

@@ -12,9 +12,10 @@ pub const GPU_BACKENDS: [&str; 2] = ["mma_sync", "wgmma"];
 /// Variables that say where libraries are, which jobs otherwise do not inherit.
 const LIBRARIES: [&str; 2] = ["LOCKSTEP_NVRTC", "LOCKSTEP_NCCL"];
 
-/// The libraries' variables of this process.
+/// The libraries' variables of this process, and threads for a rank to compile its kernels on.
 pub fn libraries() -> Vec<(&'static str, String)> {
-    LIBRARIES.into_iter().filter_map(|name| Some((name, std::env::var(name).ok()?))).collect()
+    let libraries = LIBRARIES.into_iter().filter_map(|name| Some((name, std::env::var(name).ok()?)));
+    libraries.chain([("LOCKSTEP_THREADS", "4".to_owned())]).collect()
 }
 
 /// Where tests keep kernels that they do not try the keeping of.
