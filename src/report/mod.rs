@@ -1,15 +1,18 @@
 //! What a run did, as data: counted on every rank, joined on rank 0, written as JSON or shown as a table.
 
 mod page;
+mod steps;
 mod table;
 mod tactics;
 mod trace;
 
 pub use page::page;
+pub use steps::StepReport;
 pub use table::{bytes, new_table, time};
 pub use tactics::DecidedTactic;
 pub use trace::{Event, LAYER, LOAD, RankTrace, Record, STEP, Trace};
 
+use steps::check_steps;
 use tactics::check_tactics;
 
 use serde::{Deserialize, Serialize};
@@ -278,30 +281,6 @@ pub struct LayerReport {
     pub fc2_input: QuantReport,
 }
 
-/// Times of the steps.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct StepReport {
-    /// Steps run.
-    pub count: usize,
-    /// Half of the steps took less.
-    pub median_us: f64,
-    /// 99 of 100 steps took less.
-    pub p99_us: f64,
-}
-
-impl StepReport {
-    /// Sorts and reads the quantiles.
-    #[must_use]
-    pub fn new(mut step_us: Vec<f64>) -> Self {
-        step_us.sort_by(f64::total_cmp);
-        let at = |num: usize, den: usize| {
-            let last = step_us.len().saturating_sub(1);
-            step_us.get((step_us.len() * num / den).min(last)).copied().unwrap_or_default()
-        };
-        Self { count: step_us.len(), median_us: at(1, 2), p99_us: at(99, 100) }
-    }
-}
-
 /// Something that was checked after the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
@@ -397,21 +376,6 @@ fn check_finite(ranks: &[RankReport]) -> Check {
     Check { name: "every output is finite".to_owned(), pass: num == 0, detail: format!("{num} values are not") }
 }
 
-/// One input gives one output, however often.
-fn check_steps(ranks: &[RankReport]) -> Check {
-    let of_rank = |rank: &RankReport| rank.layers.iter().map(|share| share.num_steps_off).sum::<u64>();
-    let off: Vec<String> = ranks
-        .iter()
-        .filter(|rank| of_rank(rank) > 0)
-        .map(|rank| format!("{} on rank {}", of_rank(rank), rank.rank))
-        .collect();
-    Check {
-        name: "every step gave the same bits".to_owned(),
-        pass: off.is_empty(),
-        detail: if off.is_empty() { "no step differs from the one before".to_owned() } else { off.join(", ") },
-    }
-}
-
 /// Nothing but what all ranks agreed on computed: the winner of each layer, and its companions for the layer's other experts.
 fn check_identities(decided: &Decided, ranks: &[RankReport]) -> Check {
     let allowed = |launch: &Launch| {
@@ -444,7 +408,7 @@ pub(super) mod tests {
     use super::*;
 
     /// A run of layer 3, agreed to be `simd` with bf16 experts beside, in which rank 0 launched these.
-    fn report(launched: &[&str]) -> RunReport {
+    pub(super) fn report(launched: &[&str]) -> RunReport {
         report_with(launched, &[], Vec::new())
     }
 
@@ -502,18 +466,6 @@ pub(super) mod tests {
         }
     }
 
-    /// A step that gives other bits is a wrong result; of one step there is nothing to say.
-    #[test]
-    fn a_step_with_other_bits_fails() {
-        let mut once = report(&[]);
-        once.ranks[0].layers[0].num_steps_off = 1;
-        let join = |steps| RunReport::join(once.decided.clone(), once.ranks.clone(), StepReport::new(steps));
-        assert_eq!(join(vec![1.0]).exit(), Exit::Fine);
-        let twice = join(vec![1.0, 1.0]);
-        assert_eq!(twice.exit(), Exit::WrongResult);
-        assert!(twice.to_string().contains("1 on rank 0"), "{twice}");
-    }
-
     /// Whole, so that two runs can be compared by eye, and with where to see what they are of.
     #[test]
     fn a_person_reads_both_digests_and_where_their_fields_are() {
@@ -521,12 +473,5 @@ pub(super) mod tests {
         for part in ["0".repeat(64), "1".repeat(64), "-v lists every field".to_owned()] {
             assert!(text.contains(&part), "lacks {part}: {text}");
         }
-    }
-
-    #[test]
-    fn quantiles_of_steps() {
-        let report = StepReport::new((0..100).rev().map(f64::from).collect());
-        assert_eq!((report.count, report.median_us, report.p99_us), (100, 50.0, 99.0));
-        assert_eq!(StepReport::new(vec![7.0]).p99_us, 7.0);
     }
 }

@@ -159,7 +159,7 @@ fn two_gpus_hazard_07_another_situ_constant() {
     fs::write(copy.join("config.json"), changed).expect("written");
     for backend in GPU_BACKENDS {
         let job = pair.run(backend).env_of(1, "LOCKSTEP_ACTIVATION", "situ:4.2,25");
-        pair.stops(&job, 4, &["moe.activation", "situ:4.2,25 on rank 1"]);
+        pair.stops(&job, 4, &["moe.activation", "situ:4.2,25\" on rank 1"]);
         let job = pair.run(backend).word_of(1, &pair.checkpoint, &copy);
         pair.stops(&job, 4, &["beta", "on rank 1"]);
     }

@@ -10,7 +10,7 @@ use super::run::{Run, word};
 pub const GPU_BACKENDS: [&str; 2] = ["mma_sync", "wgmma"];
 
 /// Variables that say where libraries are, which jobs otherwise do not inherit.
-const LIBRARIES: [&str; 2] = ["LOCKSTEP_NVRTC", "LOCKSTEP_NCCL"];
+const LIBRARIES: [&str; 3] = ["LOCKSTEP_NVRTC", "LOCKSTEP_NCCL", "LOCKSTEP_CUBLASLT"];
 
 /// The libraries' variables of this process, and threads for a rank to compile its kernels on.
 pub fn libraries() -> Vec<(&'static str, String)> {

@@ -254,6 +254,8 @@ impl Job {
             .env("OMPI_MCA_mpi_yield_when_idle", "1")
             .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
             .env("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
+            // Each mpirun counts cores from 0: jobs that run at once would share those few.
+            .env("OMPI_MCA_hwloc_base_binding_policy", "none")
             .envs(self.env.iter().map(|(name, value)| (name, value)));
         self.unset.iter().for_each(|name| {
             command.env_remove(name);
