@@ -7,9 +7,7 @@ use crate::checkpoint::CheckpointError;
 use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
-use crate::layer::{
-    JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions,
-};
+use crate::layer::{JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, Part, Session, SessionOptions};
 use crate::report::{LayerOutcome, RunReport, Trace};
 use crate::routing::{RoutingError, TopK};
 use crate::select::Environment;
