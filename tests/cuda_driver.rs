@@ -1,18 +1,20 @@
 //! The driver's door on machines without a GPU: no driver, one that lacks a function, one without devices, and one that shows
 //! two. The drivers are stand-ins, compiled here, and `lockstep warmup` without `--arch` asks them what to compile for.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 use driver::Driver;
 
 #[path = "ranks/support/driver.rs"]
 mod driver;
+#[path = "ranks/support/places.rs"]
+mod places;
 
 /// `lockstep warmup` for the GPUs that it sees, with a driver on the path or none.
 fn warmup(driver: Option<&Driver>) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
-    let cache: PathBuf = [env!("CARGO_TARGET_TMPDIR"), "unused-cache"].iter().collect();
+    let mut command = Command::new(places::binary());
+    let cache = places::temporary().join("unused-cache");
     command.args(["warmup", "--model", "kimi-k3", "--json", "--cache-dir"]).arg(cache);
     // Nothing to compile with: what is compiled for shows in the message.
     command.env("LOCKSTEP_NVRTC", "/nowhere").env("OMPI_MCA_btl_vader_single_copy_mechanism", "none");

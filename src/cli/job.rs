@@ -3,13 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::checkpoint::{self, CheckpointError, Matrix, MatrixDtype};
-use crate::config::{Deployment, Payload};
+use crate::checkpoint::CheckpointError;
+use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
-use crate::layer::{
-    JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, Session, SessionOptions,
-};
+use crate::layer::{JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, Part, Session, SessionOptions};
 use crate::report::{LayerOutcome, RunReport, Trace};
 use crate::routing::{RoutingError, TopK};
 use crate::select::Environment;
@@ -21,9 +19,13 @@ use super::values::{self, InputRef, Split};
 use super::world::Started;
 
 use joined::{decided, join, new_report};
+use share::{Share, check_width, deal, read_topk};
 use trace::Recorder;
 
+pub use share::sampled;
+
 mod joined;
+mod share;
 mod trace;
 
 /// What can end a job.
@@ -139,6 +141,8 @@ pub struct Job<'a> {
     pub input: &'a InputRef,
     /// How rows are dealt to ranks.
     pub split: &'a Split,
+    /// Of the input's rows so many, spread evenly over it ([`sampled`]); absent: all.
+    pub num_rows: Option<usize>,
     /// What is computed.
     pub part: Part,
     /// Top-k from a file instead of the router.
@@ -178,6 +182,7 @@ impl<'a> Job<'a> {
             layers,
             input: &work.input,
             split: &work.split,
+            num_rows: None,
             part: work.part.into(),
             topk: work.topk.as_deref(),
             steps: 1,
@@ -214,16 +219,6 @@ pub struct Results {
     pub report: Option<RunReport>,
     /// When it was done, on rank 0, where it was asked for.
     pub trace: Option<Trace>,
-}
-
-/// This rank's share of the input.
-struct Share {
-    rows: std::ops::Range<usize>,
-    width: usize,
-    hidden: Vec<f32>,
-    is_bf16: bool,
-    /// The most rows of any rank.
-    most_rows: usize,
 }
 
 /// Runs `job`; collective.
@@ -286,72 +281,6 @@ pub fn file_phase(name: &'static str, deployment: &Deployment) -> Phase {
     Phase { name, limit: Duration::from_secs(deployment.timeouts.load_s), key: "timeouts.load_s" }
 }
 
-/// Rows of every rank.
-fn deal_rows(split: &Split, rows: usize, num_ranks: usize) -> Result<Vec<usize>, JobError> {
-    match split {
-        Split::Even => Ok((0..num_ranks).map(|rank| rows / num_ranks + usize::from(rank < rows % num_ranks)).collect()),
-        Split::Counts(counts) => {
-            let dealt = counts.iter().sum();
-            if dealt == rows && counts.len() == num_ranks {
-                return Ok(counts.clone());
-            }
-            Err(JobError::Split { dealt, parts: counts.len(), rows, num_ranks })
-        }
-    }
-}
-
-fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
-    let matrix: Matrix = checkpoint::read_activations(&job.input.path, job.input.tensor.as_deref())?;
-    let is_bf16 = matrix.dtype == MatrixDtype::Bf16;
-    let payload = match job.deployment.dispatch.payload {
-        Payload::Bf16 => Some("bf16"),
-        Payload::Nvfp4 => Some("nvfp4"),
-        Payload::Auto | Payload::F32 => None,
-    };
-    if let Some(payload) = payload
-        && !is_bf16
-    {
-        return Err(JobError::InputDtype { path: job.input.path.clone(), payload });
-    }
-    let dealt = deal_rows(job.split, matrix.num_rows, world.size())?;
-    let start = dealt[..world.rank().index()].iter().sum();
-    let rows = start..start + dealt[world.rank().index()];
-    let hidden = matrix.values[rows.start * matrix.num_columns..rows.end * matrix.num_columns].to_vec();
-    Ok(Share {
-        rows,
-        width: matrix.num_columns,
-        hidden,
-        is_bf16,
-        most_rows: dealt.iter().copied().max().unwrap_or_default(),
-    })
-}
-
-fn check_width(job: &Job<'_>, session: &Session, share: &Share) -> Result<(), JobError> {
-    let wanted = session.geometry().hidden;
-    if share.width == wanted {
-        return Ok(());
-    }
-    Err(JobError::Hidden { path: job.input.path.clone(), found: share.width, wanted })
-}
-
-/// This rank's rows of `--topk`, for each layer.
-fn read_topk(job: &Job<'_>, session: &Session, share: &Share) -> Result<Vec<Option<TopK>>, JobError> {
-    let Some(path) = job.topk else { return Ok(vec![None; session.layers().len()]) };
-    let of_layer = |layer: &MoeLayer| {
-        let topk = checkpoint::read_topk(path, Some(layer.decision().layer))?;
-        let in_file = |source| JobError::Topk { path: path.to_owned(), source };
-        topk.validate(session.geometry().num_experts).map_err(in_file)?;
-        let found = topk.idx.len() / topk.num_topk;
-        if found < share.rows.end {
-            return Err(JobError::TopkRows { path: path.to_owned(), found, rows: share.rows.end });
-        }
-        let slots = share.rows.start * topk.num_topk..share.rows.end * topk.num_topk;
-        let (idx, weights) = (topk.idx[slots.clone()].to_vec(), topk.weights[slots].to_vec());
-        Ok(Some(TopK { num_topk: topk.num_topk, idx, weights }))
-    };
-    session.layers().iter().map(of_layer).collect()
-}
-
 /// One layer over all steps.
 struct Done {
     output: LayerOutput,
@@ -375,18 +304,21 @@ fn run_steps(
     for step in 0..job.steps.max(1) {
         world.barrier();
         let begin = Instant::now();
+        // Of the layers alone: what is kept and compared of a step is none of it.
+        let mut elapsed = Duration::ZERO;
         for (position, layer) in session.layers().iter().enumerate() {
             let topk = topk[position].as_ref();
             let (part, record_spans) = (job.part, recorder.is_some());
             let input = LayerInput { hidden: &share.hidden, topk, part, step, record_spans };
             let layer_begin = Instant::now();
             let mut output = layer.forward(world, session.capacity(), &input)?;
+            elapsed += layer_begin.elapsed();
             if let Some(recorder) = &mut recorder {
                 recorder.layer((step, layer.decision().layer.0), layer_begin, &mut output);
             }
             record(&mut steps.layers, position, output);
         }
-        steps.step_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        steps.step_us.push(elapsed.as_secs_f64() * 1e6);
         if let Some(recorder) = &mut recorder {
             recorder.step(step, begin);
         }
@@ -406,10 +338,19 @@ fn record(layers: &mut Vec<Done>, position: usize, output: LayerOutput) {
             done.stats.add(&stats);
             done.outcome.num_slots += num_slots;
             done.outcome.num_not_finite += num_not_finite;
+            done.outcome.num_steps_off += u64::from(!same_bits(&done.output.values, &output.values));
             done.output = output;
         }
-        None => layers.push(Done { output, stats, outcome: LayerOutcome { num_slots, num_not_finite } }),
+        None => {
+            let outcome = LayerOutcome { num_slots, num_not_finite, num_steps_off: 0 };
+            layers.push(Done { output, stats, outcome });
+        }
     }
+}
+
+/// Whether two steps of one input gave the same; a NaN is the same as itself.
+fn same_bits(one: &[f32], other: &[f32]) -> bool {
+    bytemuck::cast_slice::<f32, u8>(one) == bytemuck::cast_slice::<f32, u8>(other)
 }
 
 /// Every layer's rows and top-k at rank 0, in the order of the input.
@@ -445,18 +386,5 @@ impl From<values::Part> for Part {
             values::Part::Shared => Self::Shared,
             values::Part::Block => Self::Block,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_are_dealt_in_contiguous_blocks() {
-        assert_eq!(deal_rows(&Split::Even, 37, 4).unwrap(), [10, 9, 9, 9]);
-        assert_eq!(deal_rows(&Split::Counts(vec![3, 0, 7, 1]), 11, 4).unwrap(), [3, 0, 7, 1]);
-        let message = deal_rows(&Split::Counts(vec![3, 0]), 11, 4).unwrap_err().to_string();
-        assert!(message.contains("3 rows to 2 ranks") && message.contains("11 rows"), "{message}");
     }
 }

@@ -57,6 +57,9 @@ pub struct VerifyArgs {
     /// The expected values; without them the reference is computed.
     #[arg(long, value_name = "FILE[:TENSOR]")]
     pub expected: Option<InputRef>,
+    /// Compares so many rows, spread evenly over the input, and computes the reference of no others; default: all.
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub rows: Option<usize>,
     /// The dtype of the output that is compared.
     #[arg(long, value_enum, default_value = "f32")]
     pub output_dtype: OutputDtype,

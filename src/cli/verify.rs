@@ -22,7 +22,7 @@ use super::job::{self, Job, JobError, Results};
 use super::options::VerifyArgs;
 use super::output::{self, OutputError};
 use super::progress::Progress;
-use super::values::OutputDtype;
+use super::values::{OutputDtype, Split};
 use super::world::in_world;
 
 /// What can end `verify` without a verdict.
@@ -90,6 +90,8 @@ pub struct Verdict {
     pub max_abs: f64,
     /// `[row, column]` of the largest difference.
     pub max_abs_at: [usize; 2],
+    /// Rows that were compared.
+    pub num_rows: usize,
     /// What `rel_l2` is held to.
     pub bound: f64,
     /// `rel_l2 <= bound` and the norms within 1 %.
@@ -115,6 +117,7 @@ pub fn command(args: &VerifyArgs, env: &EnvVars) -> Result<Exit, Failure> {
         ("layers", args.layer.0.to_string()),
         ("expected", args.expected.is_some().to_string()),
         ("output-dtype", format!("{:?}", args.output_dtype)),
+        ("rows", args.rows.map_or("all".to_owned(), |rows| rows.to_string())),
     ];
     in_world(env, (&args.common, args.work.asked(asked)), |world, started| {
         let progress = Progress::new(args.common.log.progress, world.rank().0);
@@ -138,7 +141,7 @@ pub fn verify(world: &World, args: &VerifyArgs, job: &Job<'_>) -> Result<(Option
     let got = job::execute(world, job)?;
     let (expected, against) = match &args.expected {
         Some(expected) => (None, expected.to_string()),
-        None => (Some(reference(world, job)?), "the reference backend".to_owned()),
+        None => (Some(reference(world, job, args.rows)?), "the reference backend".to_owned()),
     };
     world.enter(job::file_phase("compare", job.deployment));
     world.begin(format!("comparing with {against}"));
@@ -151,14 +154,16 @@ pub fn verify(world: &World, args: &VerifyArgs, job: &Job<'_>) -> Result<(Option
 }
 
 /// The same job on the oracle.
-fn reference(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
+fn reference(world: &World, job: &Job<'_>, num_rows: Option<usize>) -> Result<Results, JobError> {
     let mut deployment: Deployment = job.deployment.clone();
     deployment.moe.backend = BackendFamily::Reference;
     deployment.moe.implementation = None;
     // The oracle runs on cores, between which MPI carries.
     deployment.cluster.device = Device::Auto;
     deployment.dispatch.transport = Transport::Auto;
-    job::execute(world, &Job { deployment: &deployment, layers: job.layers.clone(), steps: 1, ..*job })
+    // A sample is dealt anew: a rank's part of it need not be of the rows that the rank has had.
+    let split = if num_rows.is_some() { &Split::Even } else { job.split };
+    job::execute(world, &Job { deployment: &deployment, layers: job.layers.clone(), steps: 1, num_rows, split, ..*job })
 }
 
 /// The verdict, on rank 0.
@@ -173,14 +178,24 @@ fn judge(
         OutputDtype::F32 => rows.values.clone(),
         OutputDtype::Bf16 => rows.values.iter().map(|&value| bf16::from_f32(value).to_f32()).collect(),
     };
+    let num_rows = values.len() / rows.width.max(1);
+    let sample = job::sampled(args.rows, num_rows);
+    let of_sample = |values: Vec<f32>| match args.rows {
+        Some(_) => sample.iter().flat_map(|row| &values[row * rows.width..(row + 1) * rows.width]).copied().collect(),
+        None => values,
+    };
+    let values: Vec<f32> = of_sample(values);
     let expected = match (&args.expected, expected) {
-        (Some(input), _) => read_expected(input, job.part, (values.len() / rows.width.max(1), rows.width))?,
+        (Some(input), _) => of_sample(read_expected(input, job.part, (num_rows, rows.width))?),
         (None, Some(reference)) => reference.layers.into_iter().next().map(|rows| rows.values).unwrap_or_default(),
         (None, None) => Vec::new(),
     };
     let bound_terms = bound_terms(report, args.output_dtype);
     let bound = bound_terms.iter().map(|(_, term)| term).sum();
-    Ok(Some(verdict(metrics::compare(&values, &expected), rows.width, (bound, bound_terms), report, against)))
+    let mut verdict = verdict(metrics::compare(&values, &expected), rows.width, (bound, bound_terms), report, against);
+    verdict.num_rows = sample.len();
+    verdict.max_abs_at[0] = sample.get(verdict.max_abs_at[0]).copied().unwrap_or_default();
+    Ok(Some(verdict))
 }
 
 fn verdict(
@@ -200,6 +215,7 @@ fn verdict(
         cosine,
         max_abs,
         max_abs_at: [max_abs_at / width.max(1), max_abs_at % width.max(1)],
+        num_rows: 0,
         bound,
         pass,
         against,
@@ -269,7 +285,7 @@ const GPU_ROUNDING: f64 = 4e-3;
 impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let terms: Vec<String> = self.bound_terms.iter().map(|(name, term)| format!("{term:.1e} {name}")).collect();
-        writeln!(f, "{} against {}", self.ran, self.against)?;
+        writeln!(f, "{} against {}, {} rows", self.ran, self.against, self.num_rows)?;
         writeln!(f, "  relative L2         {:.3e}   held to {:.1e} ({})", self.rel_l2, self.bound, terms.join(" + "))?;
         writeln!(f, "  norm ratio          {:.6}    held to 1 ± {NORM_TOLERANCE}", self.norm_ratio)?;
         writeln!(f, "  cosine              {:.9}", self.cosine)?;

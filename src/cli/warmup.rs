@@ -121,9 +121,12 @@ pub fn command(args: &WarmupArgs, env: &EnvVars) -> Result<Exit, Failure> {
         let requests = requests((&geometry, &layers), deployment.moe.batch_invariant, &world.agree(archs(args))?);
         let requests = world.agree(named(requests, &args.kernels))?;
         let mut cache = open_cache(world, &effective, env, args.into);
+        let asked = world.agree(env.threads().map_err(StartError::from))?;
+        let num_threads = asked.unwrap_or_else(|| (env.available_parallelism / world.local_size()).max(1));
         let settings = PrepareSettings {
             nvrtc: env.nvrtc(),
             require_warm: deployment.jit.require_warm,
+            num_threads,
             limit: Duration::from_secs(deployment.timeouts.compile_s),
         };
         let prepared = prepare(world, &mut cache, &requests, &settings)?;

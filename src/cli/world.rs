@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use crate::checkpoint;
 use crate::config::{ConfigError, Deployment, Device, Effective};
+use crate::cuda;
 use crate::env::{EnvError, EnvVars};
 use crate::exit::{Classify, Exit, Known};
 use crate::facts::{self, FactsError, Machine};
-use crate::fault::{FaultError, Faults, Injected, Stage};
+use crate::fault::{Action, FaultError, Faults, Injected, Stage};
 use crate::host;
 use crate::ids::Rank;
 use crate::jit::cache;
@@ -240,6 +241,9 @@ fn start(world: &World, env: &EnvVars, common: &CommonArgs, asked: &Asked) -> Re
     world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
     world.begin("starting");
     world.agree(world.fault(Stage::Start))?;
+    if world.has_fault(Stage::Experts, &Action::Poison) {
+        cuda::poison_fresh_memory();
+    }
     let cluster = &effective.deployment.cluster;
     world.agree(world.expect_size(cluster.nodes, cluster.ranks_per_node))?;
     let asked = world.agree(common.threads(env))?;

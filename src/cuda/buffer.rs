@@ -5,6 +5,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
@@ -12,6 +13,15 @@ use cudarc::driver::sys;
 use super::device::Device;
 use super::error::CudaError;
 use super::stream::Stream;
+
+/// Whether fresh memory is filled with 0xFF bytes.
+static POISON: AtomicBool = AtomicBool::new(false);
+
+/// From here on memory that is not initialised holds 0xFF bytes, in this process, on all devices: NaNs as floats, and as
+/// integers what no count is. For tests of who reads what nobody wrote.
+pub fn poison_fresh_memory() {
+    POISON.store(true, Ordering::Relaxed);
+}
 
 /// `len` values of `T` on a device, aligned to 256 bytes. Freed when it goes; the driver first ends what uses it.
 #[derive(Debug)]
@@ -45,7 +55,13 @@ impl<T: Pod> DeviceBuffer<T> {
             }
             device.check(result, "allocating memory")?;
         }
-        Ok(Self { device: device.clone(), address, len, values: PhantomData })
+        let mut buffer = Self { device: device.clone(), address, len, values: PhantomData };
+        if POISON.load(Ordering::Relaxed) && num_bytes > 0 {
+            let stream = Stream::new(device)?;
+            buffer.fill_bytes(&stream, 0xFF)?;
+            stream.synchronise()?;
+        }
+        Ok(buffer)
     }
 
     /// `len` values of zero bytes, zeroed in the order of `stream`.
@@ -242,5 +258,22 @@ impl<T: Pod> Drop for DeviceBuffer<T> {
             // SAFETY: allocated by `uninitialised` and freed here alone; cuMemFree waits for the device.
             let _ = unsafe { sys::cuMemFree_v2(self.address) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_fresh_memory_is_poisoned_where_asked() {
+        let device = Device::open(0).unwrap();
+        poison_fresh_memory();
+        let stream = Stream::new(&device).unwrap();
+        let fresh = DeviceBuffer::<u32>::uninitialised(&device, 1000).unwrap();
+        assert_eq!(fresh.download(&stream).unwrap(), [u32::MAX; 1000]);
+        let zeroed = DeviceBuffer::<u32>::zeroed(&stream, 1000).unwrap();
+        assert_eq!(zeroed.download(&stream).unwrap(), [0; 1000]);
     }
 }

@@ -18,7 +18,7 @@ mod pinned;
 mod probe;
 mod stream;
 
-pub use buffer::DeviceBuffer;
+pub use buffer::{DeviceBuffer, poison_fresh_memory};
 pub use device::{Device, MemoryInfo};
 pub use error::CudaError;
 pub use graph::Graph;

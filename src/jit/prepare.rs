@@ -8,13 +8,14 @@ mod plan;
 mod ticker;
 
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::cache::{Artefact, Cache};
 use super::key::KeyParts;
 use super::nvrtc::{Compiler, CompilerId, NvrtcError};
 use super::request::KernelRequest;
-use crate::fault::{Action, Stage};
+use crate::fault::{Action, Injected, Stage};
 use crate::ids::Rank;
 use crate::select::RankSet;
 use crate::select::fingerprint::SessionBuilder;
@@ -29,6 +30,8 @@ pub struct PrepareSettings<'a> {
     pub nvrtc: Option<&'a str>,
     /// Fail rather than compile.
     pub require_warm: bool,
+    /// Kernels that this rank may compile at once: its threads.
+    pub num_threads: usize,
     /// The longest that ranks wait for each other's compilers.
     pub limit: Duration,
 }
@@ -80,7 +83,7 @@ pub fn prepare(
     let parts: Vec<KeyParts> = requests.iter().map(|request| KeyParts::new(request, &id)).collect();
     compare_keys(world, &parts)?;
     let mut found: Vec<Option<Artefact>> = parts.iter().map(|parts| cache.find(&parts.name, parts.key())).collect();
-    let plan = Plan::new(&who_has(world, &found), &who_compiles(world, &compiler));
+    let plan = Plan::new(&who_has(world, &found), &how_many_at_once(world, &compiler, settings.num_threads));
     say_notes(world, cache);
     let missing: Vec<&KernelRequest> = plan.compiled().map(|idx| &requests[idx]).collect();
     if !missing.is_empty() && settings.require_warm {
@@ -174,8 +177,10 @@ fn who_has(world: &World, found: &[Option<Artefact>]) -> Vec<Vec<bool>> {
     world.all_gather_bytes(&mine).into_iter().map(|rank| rank.into_iter().map(|byte| byte == 1).collect()).collect()
 }
 
-fn who_compiles(world: &World, compiler: &Result<Compiler, NvrtcError>) -> Vec<bool> {
-    world.all_gather_u64([u64::from(compiler.is_ok())]).into_iter().map(|[can]| can == 1).collect()
+/// `[rank]`: kernels that it can compile at once.
+fn how_many_at_once(world: &World, compiler: &Result<Compiler, NvrtcError>, num_threads: usize) -> Vec<usize> {
+    let mine = if compiler.is_ok() { num_threads.max(1) } else { 0 };
+    world.all_gather_u64([mine as u64]).into_iter().map(|[n]| usize::try_from(n).unwrap_or(1)).collect()
 }
 
 /// Says what ranks noted, each thing once.
@@ -210,34 +215,40 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Compiles this rank's kernel of a round, if it has one; collective.
+    /// Compiles this rank's kernels of a round, each on a thread of its own; collective.
     fn compile(&mut self, cache: &Cache, round: usize) -> Result<Vec<(usize, Artefact)>, JitError> {
         let work = self.plan.round(round);
         let described = |idx: usize| format!("compiling {}", self.requests[idx].describe());
         self.world.expect_work(work.iter().map(|&(rank, idx)| (rank, described(idx))).collect());
-        let mine = work.iter().find(|(rank, _)| *rank == self.world.rank()).map(|&(_, idx)| idx);
-        let made = mine.map(|idx| self.compile_one(cache, idx).map(|artefact| (idx, artefact))).transpose();
-        let made = self.world.agree(made);
+        let mine: Vec<usize> =
+            work.iter().filter(|(rank, _)| *rank == self.world.rank()).map(|&(_, idx)| idx).collect();
+        let made = self.world.agree(self.compile_all(cache, &mine));
         self.world.expect_work(Vec::new());
-        Ok(made?.into_iter().collect())
+        Ok(made?)
     }
 
-    fn compile_one(&self, cache: &Cache, idx: usize) -> Result<Artefact, JitError> {
-        let (request, parts) = (&self.requests[idx], self.parts[idx].clone());
+    fn compile_all(&self, cache: &Cache, mine: &[usize]) -> Result<Vec<(usize, Artefact)>, JitError> {
+        let Some((&first, others)) = mine.split_first() else { return Ok(Vec::new()) };
         let Some(compiler) = &self.compiler else {
-            return Err(JitError::no_compiler(std::slice::from_ref(request), cache, None));
+            return Err(JitError::no_compiler(std::slice::from_ref(&self.requests[first]), cache, None));
         };
-        let changes = cache.changes(&parts);
-        let what = request.describe();
-        let why = if changes.is_empty() { "none is cached".to_owned() } else { changes.join(", ") };
-        let started = Instant::now();
-        let compiled = ticker::during(&what, || {
-            self.world.fault(Stage::Compile)?;
-            compiler.compile(request).map_err(JitError::from)
-        })?;
-        // Counted by those who want to know how often a kernel was built.
-        tracing::info!(key = %parts.key(), "compiled {what} in {:.1} s: {why}", started.elapsed().as_secs_f64());
-        Ok(Artefact::new(request, parts, compiled))
+        let (requests, parts) = (self.requests, self.parts);
+        thread::scope(|scope| {
+            let start = |&idx: &usize| {
+                let compile = move || compile_one(compiler, cache, (&requests[idx], &parts[idx]), || Ok(()));
+                (idx, scope.spawn(compile))
+            };
+            let others: Vec<_> = others.iter().map(start).collect();
+            // On this thread, which alone knows MPI, and where a fault of this rank strikes.
+            let strike = || self.world.fault(Stage::Compile);
+            let mut made = vec![(first, compile_one(compiler, cache, (&requests[first], &parts[first]), strike))];
+            let ended = |(idx, thread): (usize, thread::ScopedJoinHandle<'_, _>)| {
+                // A panic has ended the process before it could be joined.
+                (idx, thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            };
+            made.extend(others.into_iter().map(ended));
+            made.into_iter().map(|(idx, artefact)| artefact.map(|artefact| (idx, artefact))).collect()
+        })
     }
 
     /// Sends what this rank is to send, and takes what it lacks; collective.
@@ -279,6 +290,26 @@ impl Job<'_> {
         }
         Ok(taken)
     }
+}
+
+/// Compiles one kernel, after `before`, and says so.
+fn compile_one(
+    compiler: &Compiler,
+    cache: &Cache,
+    (request, parts): (&KernelRequest, &KeyParts),
+    before: impl FnOnce() -> Result<(), Injected>,
+) -> Result<Artefact, JitError> {
+    let changes = cache.changes(parts);
+    let what = request.describe();
+    let why = if changes.is_empty() { "none is cached".to_owned() } else { changes.join(", ") };
+    let started = Instant::now();
+    let compiled = ticker::during(&what, || {
+        before()?;
+        compiler.compile(request).map_err(JitError::from)
+    })?;
+    // Counted by those who want to know how often a kernel was built.
+    tracing::info!(key = %parts.key(), "compiled {what} in {:.1} s: {why}", started.elapsed().as_secs_f64());
+    Ok(Artefact::new(request, parts.clone(), compiled))
 }
 
 /// Where kernels are kept unless the deployment says: below the user's cache directory.

@@ -37,6 +37,7 @@ pub(super) fn prepare(
     let settings = PrepareSettings {
         nvrtc: options.jit.nvrtc.as_deref(),
         require_warm: deployment.jit.require_warm,
+        num_threads: options.num_threads,
         limit: Duration::from_secs(deployment.timeouts.compile_s),
     };
     let prepared = crate::jit::prepare(world, &mut cache, &requests, &settings)?;

@@ -1,15 +1,18 @@
 //! What a run did, as data: counted on every rank, joined on rank 0, written as JSON or shown as a table.
 
 mod page;
+mod steps;
 mod table;
 mod tactics;
 mod trace;
 
 pub use page::page;
+pub use steps::StepReport;
 pub use table::{bytes, new_table, time};
 pub use tactics::DecidedTactic;
 pub use trace::{Event, LAYER, LOAD, RankTrace, Record, STEP, Trace};
 
+use steps::check_steps;
 use tactics::check_tactics;
 
 use serde::{Deserialize, Serialize};
@@ -105,6 +108,8 @@ pub struct RankLayer {
     pub slots: u64,
     /// Output values that are not finite.
     pub num_not_finite: u64,
+    /// Steps whose output is not bit for bit that of the step before.
+    pub num_steps_off: u64,
 }
 
 /// Block scales of a quantised input.
@@ -162,6 +167,7 @@ impl RankReport {
             fc2_input: stats.fc2_input.into(),
             slots: outcome.num_slots,
             num_not_finite: outcome.num_not_finite,
+            num_steps_off: outcome.num_steps_off,
         });
         for (name, time) in stats.times.by_name() {
             match self.phases.iter_mut().find(|(known, _)| known == name) {
@@ -179,6 +185,8 @@ pub struct LayerOutcome {
     pub num_slots: u64,
     /// Output values that are not finite.
     pub num_not_finite: u64,
+    /// Steps whose output is not bit for bit that of the step before.
+    pub num_steps_off: u64,
 }
 
 /// What was decided for all ranks.
@@ -278,30 +286,6 @@ pub struct LayerReport {
     pub fc2_input: QuantReport,
 }
 
-/// Times of the steps.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct StepReport {
-    /// Steps run.
-    pub count: usize,
-    /// Half of the steps took less.
-    pub median_us: f64,
-    /// 99 of 100 steps took less.
-    pub p99_us: f64,
-}
-
-impl StepReport {
-    /// Sorts and reads the quantiles.
-    #[must_use]
-    pub fn new(mut step_us: Vec<f64>) -> Self {
-        step_us.sort_by(f64::total_cmp);
-        let at = |num: usize, den: usize| {
-            let last = step_us.len().saturating_sub(1);
-            step_us.get((step_us.len() * num / den).min(last)).copied().unwrap_or_default()
-        };
-        Self { count: step_us.len(), median_us: at(1, 2), p99_us: at(99, 100) }
-    }
-}
-
 /// Something that was checked after the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
@@ -320,6 +304,9 @@ impl RunReport {
         let layers = decided.layers.iter().map(|layer| join_layer(layer, &ranks)).collect();
         let phases = join_phases(&ranks);
         let mut checks = vec![check_rows(&ranks), check_finite(&ranks), check_identities(&decided, &ranks)];
+        if steps.count > 1 {
+            checks.push(check_steps(&ranks));
+        }
         if !decided.tactics.is_empty() {
             checks.push(check_tactics(&decided, &ranks));
         }
@@ -426,7 +413,7 @@ pub(super) mod tests {
     use super::*;
 
     /// A run of layer 3, agreed to be `simd` with bf16 experts beside, in which rank 0 launched these.
-    fn report(launched: &[&str]) -> RunReport {
+    pub(super) fn report(launched: &[&str]) -> RunReport {
         report_with(launched, &[], Vec::new())
     }
 
@@ -439,7 +426,7 @@ pub(super) mod tests {
             "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
-                "fc1_input": quant, "fc2_input": quant, "slots": 1, "num_not_finite": 0,
+                "fc1_input": quant, "fc2_input": quant, "slots": 1, "num_not_finite": 0, "num_steps_off": 0,
                 "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
             }],
             "launches": launched.iter().map(|identity| serde_json::json!({
@@ -493,12 +480,5 @@ pub(super) mod tests {
         for part in ["0".repeat(64), "1".repeat(64), "-v lists every field".to_owned()] {
             assert!(text.contains(&part), "lacks {part}: {text}");
         }
-    }
-
-    #[test]
-    fn quantiles_of_steps() {
-        let report = StepReport::new((0..100).rev().map(f64::from).collect());
-        assert_eq!((report.count, report.median_us, report.p99_us), (100, 50.0, 99.0));
-        assert_eq!(StepReport::new(vec![7.0]).p99_us, 7.0);
     }
 }

@@ -10,8 +10,9 @@ use serde_json::Value;
 use crate::support::fixtures;
 use crate::support::launch::{FAILURE_LIMIT, Job, alone, mpirun};
 use crate::support::made::{Choice, S};
+use crate::support::places;
 use crate::support::report::Report;
-use crate::support::run::Work;
+use crate::support::run::{Work, word};
 use crate::support::safetensors;
 
 const FIXTURE: &str = "modelopt-dsv3-tiny";
@@ -351,8 +352,8 @@ fn hazard_13_a_rank_that_never_reached_the_check() {
 #[test]
 fn resolve_prints_the_digest_of_the_run() {
     for (set, ranks) in [(Set::new(), 2), (Set::of_fixture(), 3)] {
-        let laptop =
-            ["--deployment", concat!(env!("CARGO_MANIFEST_DIR"), "/topology/laptop.yaml"), "--batch-invariant"];
+        let file = word(places::of_project("topology/laptop.yaml"));
+        let laptop = ["--deployment", &file, "--batch-invariant"];
         for options in [&[][..], &["--activations=bf16"], &["--backend=reference", "--chunk-tokens=3"], &laptop] {
             let report = set.report(&set.run(ranks).args(options.iter().copied()));
             let described = mpirun(ranks).args(["doctor", "--json"]).run().expect_code(0).stdout;
@@ -376,9 +377,9 @@ fn resolve_prints_the_digest_of_the_run() {
 #[test]
 fn a_cluster_of_gpus_is_refused_where_there_are_none() {
     let set = Set::new();
-    let deployment = ["--deployment", concat!(env!("CARGO_MANIFEST_DIR"), "/topology/h200x2.yaml")];
+    let deployment = ["--deployment".to_owned(), word(places::of_project("topology/h200x2.yaml"))];
     let needles = ["does not serve layer 0 on every rank", "(ranks 0-1)", "would serve:", "cure:"];
-    let outcome = set.run(2).args(deployment).run().fails_clearly(3, &needles);
+    let outcome = set.run(2).args(deployment.clone()).run().fails_clearly(3, &needles);
     assert!(!outcome.stderr.contains("(on all"), "a message of several lines has a tail: {}", outcome.printed());
     let environment = set.work.path("ranks.json");
     let described = mpirun(2).args(["doctor", "--json"]).run().expect_code(0).stdout;

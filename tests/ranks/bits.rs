@@ -51,14 +51,14 @@ fn apply<'a>(run: &Run<'a>, spread: Spread) -> Run<'a> {
 }
 
 /// 37 tokens for a fixture: the first layer's, K3's 29 filled up with the first of them.
-fn tokens(fixture: &fixtures::Fixture) -> Tensor {
+pub(crate) fn tokens(fixture: &fixtures::Fixture) -> Tensor {
     let layer = &fixture.layers[0];
     let x = safetensors::read(&layer.file)[&layer.tensor("x")].clone();
     if x.shape[0] == 37 { x } else { Tensor::stack(&[&x, &x.rows(0, 37 - x.shape[0])]) }
 }
 
 #[track_caller]
-fn assert_same_file(found: &Done, wanted: &Done, what: &str) {
+pub(crate) fn assert_same_file(found: &Done, wanted: &Done, what: &str) {
     for (name, tensor) in &wanted.output {
         assert_same_bits(&found.output[name], tensor, &format!("{what}: {name}"));
     }

@@ -5,7 +5,7 @@
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
 //! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run; `cluster` runs
-//! on two hosts.
+//! on two hosts; `gpu` holds all that needs GPUs (`tests/gpu/run.sh`).
 
 mod agreement;
 mod agreement_cost;
@@ -15,6 +15,7 @@ mod cases;
 mod cluster;
 mod equal_setups;
 mod fixtures;
+mod gpu;
 mod inspect;
 mod loading;
 mod page;

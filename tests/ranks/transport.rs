@@ -1,6 +1,7 @@
 //! What carries tokens, on hosts without GPUs: NCCL can't be had there, which all ranks are told alike.
 
 use crate::support::fixtures;
+use crate::support::gpu::job_with_cache;
 use crate::support::launch::{Job, mpirun};
 use crate::support::report::Report;
 use crate::support::run::Work;
@@ -46,8 +47,7 @@ fn auto_takes_the_host_and_says_so() {
 
 /// A run on GPUs; their libraries are where this process's variables say.
 fn gpu_job(work: &Work, words: &[&str]) -> Job {
-    let own = ["--set=cluster.device=gpu", "--combine=slot"];
-    job(work, &own.into_iter().chain(words.iter().copied()).collect::<Vec<_>>())
+    job_with_cache(job(work, &["--combine=slot"].into_iter().chain(words.iter().copied()).collect::<Vec<_>>()))
 }
 
 #[test]

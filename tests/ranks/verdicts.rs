@@ -2,10 +2,12 @@
 
 use std::path::Path;
 
+use serde_json::json;
+
 use crate::fixtures::{figure, verdict, verify};
 use crate::inspect::inspect;
-use crate::support::fixtures;
-use crate::support::launch::{FAILURE_LIMIT, alone, mpirun};
+use crate::support::fixtures::{self, Layer};
+use crate::support::launch::{FAILURE_LIMIT, Job, alone, mpirun};
 use crate::support::run::{Work, files_in};
 use crate::support::safetensors;
 use crate::support::tensor::Tensor;
@@ -60,6 +62,42 @@ fn verify_computes_the_reference() {
     let args = ["verify", "--layer=1", "--part=routed", "--backend=simd", "--json", &input, &checkpoint];
     let outcome = mpirun(3).args(args).run().expect_code(0);
     assert_eq!(verdict(&outcome.stdout)["pass"], true, "{}", outcome.printed());
+}
+
+/// A sample of rows is judged and nothing else, under the rows' own numbers, against values and against the reference.
+#[test]
+fn verify_compares_a_sample_of_rows() {
+    let work = Work::new();
+    let fixture = fixtures::named("modelopt-qwen3-tiny");
+    let (layer, right) = (&fixture.layers[0], &fixture.expectations[0]);
+    let rows = |job: Job| job.args(["--rows=4"]).ranks(2).limit(FAILURE_LIMIT).run();
+    // Of 37 rows these are 0, 9, 18 and 27.
+    for (row, code) in [(17, 0), (18, 1)] {
+        let mut tensors = safetensors::read(&layer.file);
+        let tensor = tensors.get_mut(&right.tensor).expect("the tensor");
+        let at = row * tensor.shape[1] * 4;
+        tensor.bytes[at..at + 4].copy_from_slice(&1000f32.to_le_bytes());
+        let moved = Layer { file: work.tensors("expected", &tensors), ..layer.clone() };
+        let verdict = verdict(&rows(verify(&fixture, &moved, right)).expect_code(code).stdout);
+        assert_eq!(verdict["num_rows"], 4);
+        assert!(code == 0 || verdict["max_abs_at"] == json!([18, 0]), "{verdict}");
+    }
+    let [input, checkpoint] =
+        [layer.file.display().to_string(), fixtures::checkpoint(fixture.name).display().to_string()];
+    for split in ["even", "0,37", "30,7"] {
+        let job = mpirun(2).args(["verify", "--layer=0", "--part=routed", "--backend=simd", "--json"]);
+        let job =
+            job.args([format!("--input={input}:x"), format!("--checkpoint={checkpoint}"), format!("--split={split}")]);
+        let verdict = verdict(&rows(job).expect_code(0).stdout);
+        assert_eq!((&verdict["pass"], &verdict["num_rows"]), (&json!(true), &json!(4)), "{split}: {verdict}");
+    }
+    // A choice from a file follows its tokens.
+    let expected = safetensors::read(&layer.file);
+    let choice = ["topk_idx", "topk_weights"].map(|name| (name.to_owned(), expected[name].clone())).into();
+    let job = mpirun(1).args(["verify", "--layer=0", "--part=routed", "--backend=simd", "--json"]);
+    let topk = work.tensors("choice", &choice).display().to_string();
+    let job = job.args([format!("--input={input}:x"), format!("--checkpoint={checkpoint}"), format!("--topk={topk}")]);
+    rows(job).expect_code(0);
 }
 
 /// A person who does not ask for JSON gets the same figures in words.

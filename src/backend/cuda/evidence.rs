@@ -3,7 +3,7 @@
 use crate::cuda::{CudaError, DeviceBuffer, PinnedBuffer, Stream};
 
 /// Counters of a program: block scales that saturated, that became 0, rows stored.
-const NUM_COUNTERS: usize = 3;
+pub(super) const NUM_COUNTERS: usize = 3;
 
 /// The counters of a group's programs.
 pub(super) struct Evidence {

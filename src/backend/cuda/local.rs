@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::workspace::NUM_COUNTERS;
+use super::evidence::NUM_COUNTERS;
 use super::{Gpu, Shared, experts, family, pack};
 use crate::backend::{BackendError, ExpertsSpec, checks};
 use crate::checkpoint::tensors::ExpertTensors;

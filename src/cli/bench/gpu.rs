@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use crate::backend::cuda::{Gpu, GpuOptions, LocalLayer, LocalSize, LocalTokens, LocalWork};
-use crate::backend::{ExpertsSpec, Kernels};
+use crate::backend::cuda::{Gpu, LocalLayer, LocalSize, LocalTokens, LocalWork};
+use crate::backend::{BackendError, ExpertsSpec};
+use crate::gpu::{self, Kernels};
 use crate::numerics::nvfp4;
 
 use super::gpu_report::{GpuCeilings, GpuReport, GpuRow};
@@ -42,8 +43,8 @@ pub(super) fn run(
     spec: ExpertsSpec,
     nvrtc: Option<&str>,
 ) -> Result<GpuReport, BenchError> {
-    let options = GpuOptions { ordinal: 0, kernels: Kernels::OnDemand(nvrtc.map(str::to_owned)) };
-    let gpu = Gpu::new(technique, &options, args.threads)?;
+    let device = gpu::Gpu::open(0, &Kernels::OnDemand(nvrtc.map(str::to_owned))).map_err(BackendError::from)?;
+    let gpu = Gpu::new(technique, &device, args.threads)?;
     let mut noise = Noise(1);
     let patterns: Vec<_> = (0..NUM_PATTERNS.min(args.experts)).map(|_| noise.expert(&spec)).collect();
     let size = LocalSize { num_experts: args.experts, num_sets: NUM_SETS };

@@ -97,7 +97,8 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::compiler;
+    use super::super::source::KernelSource;
+    use super::super::testing::{check_hot, compiler};
     use super::*;
 
     #[test]
@@ -113,11 +114,26 @@ mod tests {
         let Some(compiler) = compiler() else { return };
         for arch in Arch::ALL {
             for request in all(arch) {
-                let compiled = compiler.compile(&request).unwrap_or_else(|error| panic!("{error}"));
-                for usage in &compiled.usage {
-                    assert!(!usage.has_local_memory(), "{}: {usage:?}", request.describe());
-                }
-                assert!(!compiled.log.contains("warning"), "{}:\n{}", request.describe(), compiled.log);
+                check_hot(&compiler, &request).unwrap_or_else(|problem| panic!("{problem}"));
+            }
+        }
+    }
+
+    /// The check that every kernel passes fails for one whose array is indexed at run time, and for one without registers
+    /// enough.
+    #[test]
+    fn a_planted_spill_fails_the_check_that_every_kernel_passes() {
+        let Some(compiler) = compiler() else { return };
+        let indexed = "extern \"C\" __global__ void k(float* x, int* at) { float a[64]; for (int i = 0; i < 64; ++i) a[i] = \
+                       x[i]; float s = 0; for (int i = 0; i < 64; ++i) s += a[at[i] & 63]; x[0] = s; }\n";
+        let spilled = "extern \"C\" __global__ void __launch_bounds__(1024) k(float* x) { float a[200];\n#pragma unroll\nfor \
+                       (int i = 0; i < 200; ++i) a[i] = x[i];\n__syncthreads();\n#pragma unroll\nfor (int i = 0; i < 200; \
+                       ++i) x[i] = a[199 - i] * a[i]; }\n";
+        for arch in Arch::ALL {
+            for main in [indexed, spilled] {
+                let planted = KernelRequest::new(KernelSource { name: "planted", main, headers: &[] }, arch);
+                let problem = check_hot(&compiler, &planted).expect_err("local memory");
+                assert!(problem.contains("planted") && problem.contains("local memory"), "{problem}");
             }
         }
     }

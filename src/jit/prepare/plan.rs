@@ -37,16 +37,20 @@ impl Source {
 
 /// The sources of all kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Plan(Vec<Source>);
+pub(super) struct Plan {
+    sources: Vec<Source>,
+    /// `[rank]` kernels that it compiles at once.
+    at_once: Vec<usize>,
+}
 
 impl Plan {
-    /// From `[rank][kernel]`, who has what, and `[rank]`, who has a compiler. Kernels that nobody has are dealt to those
+    /// From `[rank][kernel]`, who has what, and `[rank]`, how many kernels it can compile at once: 0 without a compiler. Kernels that nobody has are dealt to those
     /// with a compiler in turn, the lowest rank first; if there is none, rank 0 is to find out.
-    pub(super) fn new(has: &[Vec<bool>], compiles: &[bool]) -> Self {
+    pub(super) fn new(has: &[Vec<bool>], at_once: &[usize]) -> Self {
         let ranks = |of: &dyn Fn(usize) -> bool| -> Vec<Rank> {
             (0..has.len()).filter(|&rank| of(rank)).map(Rank::from_index).collect()
         };
-        let mut compilers = ranks(&|rank| compiles[rank]);
+        let mut compilers = ranks(&|rank| at_once[rank] > 0);
         if compilers.is_empty() {
             compilers.push(Rank(0));
         }
@@ -60,12 +64,12 @@ impl Plan {
             let rank = turns.next().copied().unwrap_or(Rank(0));
             Source::Compiled { rank, lacking: lacking.into_iter().filter(|other| *other != rank).collect() }
         };
-        Self((0..num_kernels).map(source).collect())
+        Self { sources: (0..num_kernels).map(source).collect(), at_once: at_once.to_vec() }
     }
 
     /// Every kernel with its source.
     pub(super) fn sources(&self) -> impl Iterator<Item = (usize, &Source)> {
-        self.0.iter().enumerate()
+        self.sources.iter().enumerate()
     }
 
     /// Kernels that have to be compiled.
@@ -73,19 +77,25 @@ impl Plan {
         self.sources().filter(|(_, source)| matches!(source, Source::Compiled { .. })).map(|(idx, _)| idx)
     }
 
-    fn of_rank(&self, rank: Rank) -> Vec<usize> {
-        self.compiled().filter(|&idx| self.0[idx].rank() == rank).collect()
+    /// The round of every kernel that is compiled: each rank takes its own in their order, as many at once as it can.
+    fn rounds(&self) -> Vec<(usize, Rank, usize)> {
+        let mut taken = vec![0; self.at_once.len()];
+        let round = |idx: usize| {
+            let rank = self.sources[idx].rank();
+            taken[rank.index()] += 1;
+            ((taken[rank.index()] - 1) / self.at_once[rank.index()].max(1), rank, idx)
+        };
+        self.compiled().map(round).collect()
     }
 
-    /// The most kernels that any rank compiles.
+    /// Until every rank has compiled what is its own.
     pub(super) fn num_rounds(&self) -> usize {
-        self.compiled().map(|idx| self.of_rank(self.0[idx].rank()).len()).max().unwrap_or(0)
+        self.rounds().into_iter().map(|(round, ..)| round + 1).max().unwrap_or(0)
     }
 
-    /// Who compiles what in a round: at most one kernel a rank.
+    /// Who compiles what in a round.
     pub(super) fn round(&self, round: usize) -> Vec<(Rank, usize)> {
-        let is_in_round = |idx: &usize| self.of_rank(self.0[*idx].rank()).get(round) == Some(idx);
-        self.compiled().filter(is_in_round).map(|idx| (self.0[idx].rank(), idx)).collect()
+        self.rounds().into_iter().filter(|(of, ..)| *of == round).map(|(_, rank, idx)| (rank, idx)).collect()
     }
 }
 
@@ -114,7 +124,7 @@ mod tests {
     #[test]
     fn what_one_rank_has_is_sent_and_what_none_has_is_dealt() {
         let has = [vec![true, false, false, false], vec![false; 4], vec![true, false, false, false]];
-        let plan = Plan::new(&has, &[true, false, true]);
+        let plan = Plan::new(&has, &[1, 0, 1]);
         let sources: Vec<Source> = plan.sources().map(|(_, source)| source.clone()).collect();
         assert_eq!(sources[0], Source::Held { rank: Rank(0), lacking: vec![Rank(1)] });
         assert_eq!(sources[1], Source::Compiled { rank: Rank(0), lacking: vec![Rank(1), Rank(2)] });
@@ -124,14 +134,16 @@ mod tests {
         assert_eq!(plan.num_rounds(), 2);
         assert_eq!(plan.round(0), [(Rank(0), 1), (Rank(2), 2)]);
         assert_eq!(plan.round(1), [(Rank(0), 3)]);
+        let wide = Plan::new(&has, &[2, 0, 1]);
+        assert_eq!((wide.num_rounds(), wide.round(0)), (1, vec![(Rank(0), 1), (Rank(2), 2), (Rank(0), 3)]));
     }
 
     #[test]
     fn warm_worlds_compile_nothing_and_empty_ones_do_not_break() {
-        let plan = Plan::new(&[vec![true], vec![true]], &[false, false]);
+        let plan = Plan::new(&[vec![true], vec![true]], &[0, 0]);
         assert_eq!((plan.num_rounds(), plan.compiled().count()), (0, 0));
         assert!(plan.sources().all(|(_, source)| source.lacking().is_empty()));
-        assert_eq!(Plan::new(&[vec![], vec![]], &[true, true]).num_rounds(), 0);
+        assert_eq!(Plan::new(&[vec![], vec![]], &[1, 1]).num_rounds(), 0);
     }
 
     #[test]

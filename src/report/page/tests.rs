@@ -55,7 +55,7 @@ impl Made {
             serde_json::json!({
                 "layer": layer, "first_expert": own.start, "rows_per_expert": rows, "chunks": 1, "device_waits": 0,
                 "tactics": [],
-                "fc1_input": quant, "fc2_input": quant, "slots": rows.iter().sum::<u64>(), "num_not_finite": 0,
+                "fc1_input": quant, "fc2_input": quant, "slots": rows.iter().sum::<u64>(), "num_not_finite": 0, "num_steps_off": 0,
             })
         };
         let launch = |layer: u32| {

@@ -70,10 +70,11 @@ fn cpu(technique: &'static str, quant: Quant, instruction_sets: &[InstructionSet
     grouped_gemm(technique, quant, (target, BTreeMap::new()))
 }
 
-/// A GPU technique. Its kernels are compiled on the spot; an older compiler does not know all of their architectures.
+/// A GPU technique. Its kernels are compiled at the start unless they are cached, so that a compiler is no condition: where
+/// one is missed, `jit::prepare` says what for and where it was looked for.
 fn gpu(technique: &'static str, quant: Quant, compute_capabilities: &[CapabilityRange]) -> Descriptor {
     let target = Target::Gpu { compute_capabilities: compute_capabilities.to_vec() };
-    let libraries = BTreeMap::from([(Library::Driver, None), (Library::Nvrtc, Some("13.0"))]);
+    let libraries = BTreeMap::from([(Library::Driver, None)]);
     // NCCL goes from GPU to GPU: a rank that computes on its cores has none to go through.
     let transports = vec![Transport::Nccl, Transport::Host];
     Descriptor { transports, ..grouped_gemm(technique, quant, (target, libraries)) }

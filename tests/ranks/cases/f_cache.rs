@@ -12,6 +12,7 @@ use lockstep::jit::Compiler;
 use serde_json::Value;
 
 use crate::support::launch::{Job, Outcome, alone, mpirun};
+use crate::support::places;
 use crate::support::run::Work;
 
 /// The cheapest kernel of the geometry below, in its variants: one for f32 rows, one for bf16 rows.
@@ -149,7 +150,7 @@ fn f1_cold_start_with_a_directory_a_rank() {
 fn f1_eight_processes_race() {
     let Some(warmup) = Warmup::new() else { return };
     let start = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+        let mut command = Command::new(places::binary());
         command.args(["warmup", "--model", "kimi-k3", "--kernels", "quantise", "--into", "ranks"]);
         command.args(["--cache-layout", "flat", "--arch", "sm_90a"]);
         command.arg("--cache-dir").arg(&warmup.cache).stdout(std::process::Stdio::null());
@@ -277,7 +278,7 @@ fn with_mounts(warmup: &Warmup, line: &str) -> Option<std::process::Output> {
     }
     let mut command = Command::new("unshare");
     command.args(["-m", "sh", "-c", line]);
-    command.env("LOCKSTEP", env!("CARGO_BIN_EXE_lockstep")).env("CACHE", &warmup.cache);
+    command.env("LOCKSTEP", places::binary()).env("CACHE", &warmup.cache);
     command.env("WARMUP", "warmup --model kimi-k3 --kernels quantise --into ranks --cache-layout flat --arch sm_90a");
     if let Some(nvrtc) = &warmup.nvrtc {
         command.env("LOCKSTEP_NVRTC", nvrtc);

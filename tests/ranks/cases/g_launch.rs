@@ -6,6 +6,7 @@ use std::fs;
 use std::process::Command;
 
 use crate::support::launch::{FAILURE_LIMIT, Job, launcher, mpirun};
+use crate::support::places;
 use crate::support::scene::Scene;
 
 /// No GPU is to be seen, and no library to talk to one.
@@ -16,7 +17,7 @@ fn without_gpu(job: Job) -> Job {
 #[test]
 fn g4_help_and_version_need_nothing() {
     for words in [&["--help"][..], &["--version"], &["run", "--help"], &["doctor", "--version"]] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+        let mut command = Command::new(places::binary());
         // No search path: there is no mpirun.
         let output = command.args(words).env_clear().output().expect("the program starts");
         assert!(output.status.success(), "{words:?}: {output:?}");
@@ -29,8 +30,7 @@ fn g4_help_and_version_need_nothing() {
 /// The program names no GPU library that the system would have to load with it.
 #[test]
 fn g4_no_gpu_library_is_linked() {
-    let output =
-        Command::new("ldd").arg(env!("CARGO_BIN_EXE_lockstep")).output().expect("ldd is part of the C library");
+    let output = Command::new("ldd").arg(places::binary()).output().expect("ldd is part of the C library");
     let libraries = String::from_utf8_lossy(&output.stdout);
     assert!(libraries.contains("libmpi"), "{libraries}");
     for library in ["libcuda", "libnvrtc", "libnccl"] {
@@ -78,7 +78,7 @@ fn g4_more_ranks_than_slots() {
         ("--hostfile", none.display().to_string(), 0),
     ] {
         let dry_run = |ranks: usize, more: &[&str]| {
-            let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/launch/mpirun.sh"));
+            let mut command = Command::new(places::of_project("launch/mpirun.sh"));
             command.args(["--dry-run", "--ranks", &ranks.to_string(), option, &value]).args(more);
             command.arg("run").output().expect("the launcher starts")
         };
@@ -109,6 +109,6 @@ fn g4_root_in_a_container() {
         plain.expect_code(0);
     }
     without(scene.run(launcher(2))).run().expect_code(0);
-    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).expect("a README");
+    let readme = fs::read_to_string(places::of_project("README.md")).expect("a README");
     assert!(readme.contains(&confirm.map(|name| format!("{name}=1")).join(" ")), "the README lacks the line for root");
 }

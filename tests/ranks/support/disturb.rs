@@ -54,6 +54,11 @@ impl Running {
         }
     }
 
+    /// Whether no process of it is left.
+    pub fn is_over(&self) -> bool {
+        marked_processes(&self.mark).is_empty()
+    }
+
     /// Sends a signal to the launcher, or to the only process.
     pub fn signal(&self, name: &str) {
         send(name, self.pid);

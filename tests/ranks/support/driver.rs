@@ -4,10 +4,11 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use super::places;
+
 /// Every function that the door looks for, from its own list.
 fn functions() -> Vec<String> {
-    let source =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/library.rs")).expect("the door");
+    let source = fs::read_to_string(places::of_project("src/cuda/library.rs")).expect("the door");
     let list = &source[source.find("const FUNCTIONS").expect("the list")..];
     let list = &list[..list.find("];").expect("its end")];
     list.split('"').skip(1).step_by(2).map(str::to_owned).collect()
@@ -56,7 +57,7 @@ pub struct Driver {
 impl Driver {
     /// A stand-in, without one function.
     pub fn new(defines: &[&str], without: Option<&str>) -> Self {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let dir = places::temporary_dir();
         let mut source = ANSWERS.to_owned();
         let names = functions().into_iter().chain(["cuEventElapsedTime".to_owned()]);
         for name in names.filter(|name| !ANSWERS.contains(&format!("int {name}("))) {

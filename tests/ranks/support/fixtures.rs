@@ -1,10 +1,12 @@
 //! Where the project's fixtures lie, and what the expected files hold.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+use super::places;
 
 /// The directory of a fixture checkpoint.
 pub fn checkpoint(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    places::of_project("tests/fixtures").join(name)
 }
 
 /// A file of expected values.

@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::disturb::{Pipes, Running};
+use super::places;
 use super::processes::{MARKER, high_water_mark, kill, marked_processes, wait_until_gone};
 use super::slots::take_slot;
 
@@ -83,7 +84,7 @@ pub fn alone() -> Job {
         ranks: None,
         through_launcher: false,
         behind: Vec::new(),
-        program: env!("CARGO_BIN_EXE_lockstep").into(),
+        program: places::binary(),
         args: Vec::new(),
         env: vec![("LOCKSTEP_THREADS".into(), "1".into())],
         unset: Vec::new(),
@@ -198,7 +199,7 @@ impl Job {
             return line;
         }
         if let (Some(ranks), true) = (self.ranks, self.through_launcher) {
-            line.push(concat!(env!("CARGO_MANIFEST_DIR"), "/launch/mpirun.sh").into());
+            line.push(places::of_project("launch/mpirun.sh").into());
             line.extend(["--ranks".into(), ranks.to_string().into(), "--binary".into()]);
         } else if let Some(ranks) = self.ranks {
             line.extend(mpi_launcher());
@@ -258,6 +259,8 @@ impl Job {
             .env("OMPI_MCA_mpi_yield_when_idle", "1")
             .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
             .env("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
+            // Each mpirun counts cores from 0: jobs that run at once would share those few.
+            .env("OMPI_MCA_hwloc_base_binding_policy", "none")
             .envs(self.env.iter().map(|(name, value)| (name, value)));
         self.unset.iter().for_each(|name| {
             command.env_remove(name);

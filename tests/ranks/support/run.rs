@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::checkpoint::Checkpoint;
+use super::disturb::Running;
 use super::launch::{FAILURE_LIMIT, Job, Outcome, SUCCESS_LIMIT, mpirun};
 use super::made::Choice;
+use super::places;
 use super::report::Report;
 use super::safetensors::{self, Tensors};
 use super::tensor::Tensor;
@@ -16,6 +18,11 @@ use super::tensor::Tensor;
 pub const BACKENDS: [&str; 2] = ["reference", "simd"];
 /// Both `--activations`.
 pub const ACTIVATIONS: [&str; 2] = ["bf16", "quantised"];
+
+/// A path as a word of a command line.
+pub fn word(path: impl AsRef<Path>) -> String {
+    path.as_ref().display().to_string()
+}
 
 /// A temporary directory of a test, with a new file name whenever asked.
 #[derive(Debug)]
@@ -26,8 +33,7 @@ pub struct Work {
 
 impl Work {
     pub fn new() -> Self {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary directory");
-        Self { dir, next: Cell::new(0) }
+        Self { dir: places::temporary_dir(), next: Cell::new(0) }
     }
 
     /// A path in this directory that was never given out before.
@@ -191,8 +197,14 @@ impl<'a> Run<'a> {
     /// Runs, and reads the results of a run that has to succeed.
     #[track_caller]
     pub fn succeed(&self) -> Done {
+        self.succeed_while(|_| {})
+    }
+
+    /// The same, with `watch` once the job has started.
+    #[track_caller]
+    pub fn succeed_while(&self, watch: impl FnOnce(&Running)) -> Done {
         let (files, job) = self.job(SUCCESS_LIMIT);
-        let outcome = job.run().expect_code(0);
+        let outcome = job.run_while(watch).expect_code(0);
         let exported = if files.exported.exists() { safetensors::read(&files.exported) } else { Tensors::new() };
         Done {
             output: safetensors::read(&files.output),
