@@ -437,14 +437,10 @@ pub(super) mod tests {
             "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
             "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
-            "layers": [{
-                "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
-                "fc1_input": quant, "fc2_input": quant, "slots": 1, "num_not_finite": 0,
-                "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
-            }],
-            "launches": launched.iter().map(|identity| serde_json::json!({
-                "layer": 3, "part": "routed", "identity": identity, "rows": 1, "calls": 1,
-            })).collect::<Vec<_>>(),
+            "layers": [{"layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0, "slots": 1,
+                "fc1_input": quant, "fc2_input": quant, "num_not_finite": 0, "tactics": ran.iter().map(|n| (n, 1)).collect::<Vec<_>>()}],
+            "launches": launched.iter().map(|identity| serde_json::json!({"layer": 3, "part": "routed",
+                "identity": identity, "rows": 1, "calls": 1})).collect::<Vec<_>>(),
         });
         let rank: RankReport = serde_json::from_value(decided).expect("a rank's report");
         let layer = DecidedLayer {
