@@ -117,12 +117,19 @@ mod tests {
 
     use super::*;
 
-    /// The functions called as `sys::cu...(` in this directory.
+    /// The functions called as `sys::cu...(` in this directory and below.
     fn called() -> BTreeSet<String> {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda");
+        let mut dirs = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda")];
+        let mut files = Vec::new();
+        while let Some(dir) = dirs.pop() {
+            for entry in std::fs::read_dir(dir).expect("the sources") {
+                let path = entry.expect("an entry").path();
+                if path.is_dir() { dirs.push(path) } else { files.push(path) }
+            }
+        }
         let mut called = BTreeSet::new();
-        for entry in std::fs::read_dir(dir).expect("the sources") {
-            let text = std::fs::read_to_string(entry.expect("an entry").path()).expect("text");
+        for path in files {
+            let text = std::fs::read_to_string(path).expect("text");
             for (at, _) in text.match_indices("sys::cu") {
                 let rest = &text[at + 5..];
                 let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());

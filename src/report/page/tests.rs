@@ -167,7 +167,7 @@ fn a_failed_check_is_what_the_page_begins_with() {
     assert!(page(&report).contains("Every check passed"));
     report.checks[1].pass = false;
     let page = page(&report);
-    assert!(page.contains("<h2 class=\"bad\">1 of 3 checks FAILED</h2>") && page.contains("FAIL</span>"), "{page}");
+    assert!(page.contains("<h2 class=\"bad\">1 of 4 checks FAILED</h2>") && page.contains("FAIL</span>"), "{page}");
 }
 
 #[test]
