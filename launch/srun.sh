@@ -72,8 +72,8 @@ command+=(--cpu-bind=none --kill-on-bad-exit=1 --export=ALL)
 if [ "$library" != mpich ] && is_in_container; then
     settings+=(OMPI_MCA_btl_vader_single_copy_mechanism=none)
 fi
-# srun's own failures are to be no rank's.
-settings+=(SLURM_EXIT_ERROR=253)
+# srun's own failures are to be no rank's, nor is what --immediate did not get.
+settings+=(SLURM_EXIT_ERROR=253 SLURM_EXIT_IMMEDIATE=253)
 # shellcheck disable=SC2034 # run_to_end reads them
 own_code=253 own_exit=3 own_message="srun did not start the ranks, for the reason above; sinfo --format='%D hosts of %c cores' says what \
 there is, --ranks and --ranks-per-node what is asked for"

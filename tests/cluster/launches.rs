@@ -147,8 +147,8 @@ fn g4_more_ranks_than_slots_of_two_hosts() {
     scene.run(mpirun_sh(&["--mpi-arg=--oversubscribe"])).run().expect_code(0);
     assert!(scene.sha256().is_some());
     scene.clear();
-    // What Slurm has no room for is no wrong result, which is what its own exit code would mean.
-    let words = [&launcher("srun.sh"), "--ranks", "6", "--ranks-per-node", "3", "--binary"];
+    // What Slurm has no room for is no wrong result, which is what its own exit code would mean. Without --immediate it queues.
+    let words = [&launcher("srun.sh"), "--ranks", "6", "--ranks-per-node", "3", "--mpi-arg=--immediate=5", "--binary"];
     let refused = scene.run(hosts.on("login", words)).run().expect_code(3);
     assert!(refused.stderr.contains("srun.sh: error: srun did not start the ranks"), "{}", refused.printed());
     assert_eq!(scene.sha256(), None);
