@@ -13,8 +13,7 @@ fn spec(hidden: usize, intermediate: usize, quantise_activations: bool) -> Exper
 
 fn check(case: &Case, what: &str) {
     let (expected, expected_stats) = case.run(&reference());
-    // Of layers as narrow as these: one value of many on its threshold, and a code of few.
-    let may_differ = if case.spec.quantise_activations { 15 } else { 0 };
+    let may_differ = if case.spec.quantise_activations { 4 } else { 0 };
     for isa in isas() {
         let (got, stats) = case.run(&simd(2, isa));
         assert_rows_close(&got, &expected, case.spec.hidden, may_differ, &format!("{what}, {isa}"));
@@ -101,9 +100,9 @@ fn dense_projections_agree() {
     }
 }
 
-/// Two of ten rows have a value within rounding of a threshold of FC2's input.
+/// A token with a value within rounding of a threshold of FC2's input, which several of the rows are.
 #[test]
-fn two_rows_on_thresholds_agree() {
+fn rows_of_a_token_on_a_threshold_agree() {
     let activation = Activation::Situ { beta: 0.5, linear_beta: None };
     let spec = ExpertsSpec { activation, ..spec(16, 112, true) };
     check(&Case::new(1_263_283_696_708_470_014, spec, &[Format::Nvfp4], &[10]), "on thresholds");
