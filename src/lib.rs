@@ -18,6 +18,7 @@ pub mod host;
 pub mod fault;
 pub mod world;
 pub mod checkpoint;
+mod dylib;
 pub mod cuda;
 pub mod nccl;
 pub mod jit;

@@ -1,17 +1,17 @@
 //! NCCL's library: where it is looked for, its functions, its version, and its words for results.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::NcclError;
+use crate::dylib::{self, Places};
 use crate::select::registry::OLDEST_NCCL;
 
-/// Names that the system's loader is asked for. Packages hold the first; the second comes with headers.
-const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-
-/// Where installers put it, beside the loader's own directories.
-const DIRECTORIES: [&str; 3] = ["/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64", "/usr/local/lib"];
+const PLACES: Places = Places {
+    // Names that the system's loader is asked for. Packages hold the first; the second comes with headers.
+    names: &["libnccl.so.2", "libnccl.so"],
+    directories: &["/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64", "/usr/local/lib"],
+};
 
 /// A result, as `nccl.h` numbers them.
 pub(super) type Code = c_int;
@@ -49,30 +49,8 @@ pub(super) struct Config {
 
 const _: () = assert!(size_of::<RawId>() == 128 && size_of::<Config>() == 48, "as nccl.h of 2.18 has them");
 
-macro_rules! functions {
-    ($($(#[$doc:meta])* $field:ident = $name:literal: fn($($argument:ty),*) -> $result:ty;)+) => {
-        /// The functions that are used. Each is called with the library loaded: it is never unloaded.
-        pub(super) struct Functions {
-            $($(#[$doc])* pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)+
-        }
-
-        fn functions(library: &libloading::Library, found_as: &str) -> Result<Functions, NcclError> {
-            let mut missing = Vec::new();
-            $(
-                // SAFETY: the type is that of nccl.h, unchanged since 2.18; `load` leaks the library.
-                let $field = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> $result>($name) }
-                    .map(|symbol| *symbol)
-                    .map_err(|_| missing.push($name));
-            )+
-            match ($($field,)+) {
-                ($(Ok($field),)+) => Ok(Functions { $($field),+ }),
-                _ => Err(NcclError::Lacks { library: found_as.to_owned(), missing, oldest: OLDEST_NCCL }),
-            }
-        }
-    };
-}
-
-functions! {
+dylib::functions! {
+    "nccl.h since 2.18";
     version = "ncclGetVersion": fn(*mut c_int) -> Code;
     error_string = "ncclGetErrorString": fn(Code) -> *const c_char;
     last_error = "ncclGetLastError": fn(Handle) -> *const c_char;
@@ -109,23 +87,11 @@ impl Library {
     /// # Errors
     /// If there is none, or it lacks a function; the message says where it was looked for.
     pub fn load(setting: Option<&str>) -> Result<Self, NcclError> {
-        let mut tried = Vec::new();
-        for path in candidates(setting) {
-            // SAFETY: loading runs the library's initialisers; it is NCCL by its name, or what the user named as such.
-            match unsafe { libloading::Library::new(&path) } {
-                Ok(library) => return Self::of(library, &path),
-                Err(error) => tried.push(format!("{}: {}", path.display(), reason(&error, &path))),
-            }
-        }
-        Err(NcclError::NotFound { tried, setting: setting.map(str::to_owned) })
-    }
-
-    fn of(library: libloading::Library, path: &Path) -> Result<Self, NcclError> {
+        let not_found = |tried| NcclError::NotFound { tried, setting: setting.map(str::to_owned) };
+        let (library, path) = PLACES.load(setting).map_err(not_found)?;
         let found_as = path.display().to_string();
-        let functions = functions(&library, &found_as);
-        // Never unloaded: it starts threads of its own, and functions outlive this call.
-        std::mem::forget(library);
-        let functions = functions?;
+        let lacks = |missing| NcclError::Lacks { library: found_as.clone(), missing, oldest: OLDEST_NCCL };
+        let functions = Functions::of(library).map_err(lacks)?;
         let mut version = 0;
         // SAFETY: `version` is a place for one integer.
         let result = unsafe { (functions.version)(&raw mut version) };
@@ -172,24 +138,6 @@ impl Library {
             is_remote: result == REMOTE_ERROR,
         })
     }
-}
-
-/// Where the library may be.
-fn candidates(setting: Option<&str>) -> Vec<PathBuf> {
-    match setting.map(Path::new) {
-        Some(path) if path.is_dir() => NAMES.map(|name| path.join(name)).to_vec(),
-        Some(path) => vec![path.to_path_buf()],
-        None => {
-            let in_directories = DIRECTORIES.iter().flat_map(|dir| NAMES.map(|name| Path::new(dir).join(name)));
-            NAMES.iter().map(PathBuf::from).chain(in_directories).collect()
-        }
-    }
-}
-
-/// The loader's own sentence, without the path that it repeats.
-fn reason(error: &libloading::Error, path: &Path) -> String {
-    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
-    text.trim_start_matches(&format!("{}: ", path.display())).to_owned()
 }
 
 /// A string of NCCL's, on one line; absent where there is none.

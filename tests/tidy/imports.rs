@@ -16,7 +16,7 @@ const ORDER: &[&[&str]] = &[
     &["select"],
     &["dispatch"],
     &["plan"],
-    &["fault"],
+    &["fault", "dylib"],
     &["world", "checkpoint", "env", "host", "cuda"],
     &["nccl", "jit"],
     &["gpu"],

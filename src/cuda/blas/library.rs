@@ -1,16 +1,16 @@
 //! cublasLt's library: where it is looked for, its functions, its version, and its words for results.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::BlasError;
+use crate::dylib::{self, Places};
 
-/// Names that the system's loader is asked for, the newest first: CUDA 13's and 12's, and the one that comes with headers.
-const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
-
-/// Where installers put it, beside the loader's own directories.
-const DIRECTORIES: [&str; 2] = ["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu"];
+const PLACES: Places = Places {
+    // Names that the system's loader is asked for, the newest first: CUDA 13's and 12's, and the one that comes with headers.
+    names: &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
+    directories: &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu"],
+};
 
 /// A result, as `cublas_api.h` numbers them.
 pub(super) type Code = c_int;
@@ -38,30 +38,8 @@ pub(super) struct Candidate {
 
 const _: () = assert!(size_of::<Candidate>() == 96, "as cublasLt.h of 12 and 13 has it");
 
-macro_rules! functions {
-    ($($field:ident = $name:literal: fn($($argument:ty),*) -> $result:ty;)+) => {
-        /// The functions that are used. Each is called with the library loaded: it is never unloaded.
-        pub(super) struct Functions {
-            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)+
-        }
-
-        fn functions(library: &libloading::Library, found_as: &str) -> Result<Functions, BlasError> {
-            let mut missing = Vec::new();
-            $(
-                // SAFETY: the type is that of cublasLt.h, unchanged from 12 to 13; `load` leaks the library.
-                let $field = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> $result>($name) }
-                    .map(|symbol| *symbol)
-                    .map_err(|_| missing.push($name));
-            )+
-            match ($($field,)+) {
-                ($(Ok($field),)+) => Ok(Functions { $($field),+ }),
-                _ => Err(BlasError::Lacks { library: found_as.to_owned(), missing }),
-            }
-        }
-    };
-}
-
-functions! {
+dylib::functions! {
+    "cublasLt.h of 12 and 13";
     version = "cublasLtGetVersion": fn() -> usize;
     status_string = "cublasLtGetStatusString": fn(Code) -> *const c_char;
     create = "cublasLtCreate": fn(*mut Object) -> Code;
@@ -110,23 +88,11 @@ impl Library {
     /// # Errors
     /// If there is none, or it lacks a function; the message says where it was looked for.
     pub fn load(setting: Option<&str>) -> Result<Self, BlasError> {
-        let mut tried = Vec::new();
-        for path in candidates(setting) {
-            // SAFETY: loading runs the library's initialisers; it is cublasLt by its name, or what the user named as such.
-            match unsafe { libloading::Library::new(&path) } {
-                Ok(library) => return Self::of(library, &path),
-                Err(error) => tried.push(format!("{}: {}", path.display(), reason(&error, &path))),
-            }
-        }
-        Err(BlasError::NotFound { tried, setting: setting.map(str::to_owned) })
-    }
-
-    fn of(library: libloading::Library, path: &Path) -> Result<Self, BlasError> {
+        let not_found = |tried| BlasError::NotFound { tried, setting: setting.map(str::to_owned) };
+        let (library, path) = PLACES.load(setting).map_err(not_found)?;
         let found_as = path.display().to_string();
-        let functions = functions(&library, &found_as);
-        // Never unloaded: its kernels are loaded into contexts that outlive it.
-        std::mem::forget(library);
-        let functions = functions?;
+        let functions =
+            Functions::of(library).map_err(|missing| BlasError::Lacks { library: found_as.clone(), missing })?;
         // SAFETY: takes nothing.
         let version = unsafe { (functions.version)() };
         Ok(Self(Arc::new(Inner { functions, found_as, version })))
@@ -157,24 +123,6 @@ impl Library {
         let words = unsafe { (self.functions().status_string)(result) };
         Err(BlasError::Call { operation, version: self.version(), code: result, text: text(words) })
     }
-}
-
-/// Where the library may be.
-fn candidates(setting: Option<&str>) -> Vec<PathBuf> {
-    match setting.map(Path::new) {
-        Some(path) if path.is_dir() => NAMES.map(|name| path.join(name)).to_vec(),
-        Some(path) => vec![path.to_path_buf()],
-        None => {
-            let in_directories = DIRECTORIES.iter().flat_map(|dir| NAMES.map(|name| Path::new(dir).join(name)));
-            NAMES.iter().map(PathBuf::from).chain(in_directories).collect()
-        }
-    }
-}
-
-/// The loader's own sentence, without the path that it repeats.
-fn reason(error: &libloading::Error, path: &Path) -> String {
-    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
-    text.trim_start_matches(&format!("{}: ", path.display())).to_owned()
 }
 
 /// The library's name of a result.

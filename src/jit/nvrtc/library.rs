@@ -1,21 +1,19 @@
 //! The compiler's library: where it is looked for, and its functions.
 
 use std::ffi::{CStr, c_char, c_int};
-use std::path::{Path, PathBuf};
-
-use libloading::Library;
+use std::path::Path;
 
 use super::error::NvrtcError;
+use crate::dylib::{Library, Places};
 
 /// NVRTC's handle of a program.
 pub(super) type Program = *mut std::ffi::c_void;
 
-/// Names that the system's loader is asked for, on `LD_LIBRARY_PATH` and in its own directories. Those of one version first:
-/// what `libnvrtc.so` is, depends on the machine.
-const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so", "libnvrtc.so.12"];
-
-/// Where CUDA's installers put it.
-const DIRECTORIES: [&str; 3] = ["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/opt/cuda/lib64"];
+const PLACES: Places = Places {
+    // The names of one version first: what `libnvrtc.so` is, depends on the machine.
+    names: &["libnvrtc.so.13", "libnvrtc.so", "libnvrtc.so.12"],
+    directories: &["/usr/local/cuda/lib64", "/usr/local/cuda/targets/x86_64-linux/lib", "/opt/cuda/lib64"],
+};
 
 /// The functions that are used. Each is called with the library loaded: it is never unloaded.
 pub(super) struct Functions {
@@ -46,40 +44,13 @@ pub(super) type Sized = unsafe extern "C" fn(Program, *mut usize) -> c_int;
 /// A function that writes a result of that size.
 pub(super) type Filling = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
 
-/// What `LOCKSTEP_NVRTC` may name: the library, or the directory that it lies in.
-fn of_setting(setting: &str) -> Vec<PathBuf> {
-    let path = Path::new(setting);
-    if path.is_dir() { NAMES.map(|name| path.join(name)).to_vec() } else { vec![path.to_path_buf()] }
-}
-
 /// Loads the library: the one that `setting` names, and no other; else the first of the usual places.
 pub(super) fn load(setting: Option<&str>) -> Result<Functions, NvrtcError> {
-    let candidates: Vec<PathBuf> = match setting {
-        Some(setting) => of_setting(setting),
-        None => {
-            let in_directories = DIRECTORIES.iter().flat_map(|dir| NAMES.map(|name| Path::new(dir).join(name)));
-            NAMES.iter().map(PathBuf::from).chain(in_directories).collect()
-        }
-    };
-    let mut tried = Vec::new();
-    for path in candidates {
-        // SAFETY: loading runs the library's initialisers; it is NVIDIA's compiler, or what the user named as such.
-        match unsafe { Library::new(&path) } {
-            Ok(library) => {
-                let functions = functions(library, path.display().to_string())?;
-                open_builtins(&functions, &path);
-                return Ok(functions);
-            }
-            Err(error) => tried.push(format!("{}: {}", path.display(), reason(&error, &path))),
-        }
-    }
-    Err(NvrtcError::NotFound { tried, setting: setting.map(str::to_owned) })
-}
-
-/// The loader's own sentence, without the path that it repeats.
-fn reason(error: &libloading::Error, path: &Path) -> String {
-    let text = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
-    text.trim_start_matches(&format!("{}: ", path.display())).to_owned()
+    let not_found = |tried| NvrtcError::NotFound { tried, setting: setting.map(str::to_owned) };
+    let (library, path) = PLACES.load(setting).map_err(not_found)?;
+    let functions = functions(library, path.display().to_string())?;
+    open_builtins(&functions, &path);
+    Ok(functions)
 }
 
 /// NVRTC loads `libnvrtc-builtins` by its bare name, which the loader finds only where it looks anyway. One that lies beside
@@ -98,15 +69,15 @@ fn open_builtins(functions: &Functions, library: &Path) {
     }
 }
 
-fn functions(library: Library, found_as: String) -> Result<Functions, NvrtcError> {
+fn functions(library: &'static Library, found_as: String) -> Result<Functions, NvrtcError> {
     macro_rules! symbol {
         ($name:literal) => {
-            // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.2; the library is leaked below.
+            // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.2; the library is never unloaded.
             *unsafe { library.get($name) }
                 .map_err(|_| NvrtcError::Lacks { library: found_as.clone(), function: $name })?
         };
     }
-    let functions = Functions {
+    Ok(Functions {
         version: symbol!("nvrtcVersion"),
         error_string: symbol!("nvrtcGetErrorString"),
         create: symbol!("nvrtcCreateProgram"),
@@ -119,10 +90,7 @@ fn functions(library: Library, found_as: String) -> Result<Functions, NvrtcError
         ptx_size: symbol!("nvrtcGetPTXSize"),
         ptx: symbol!("nvrtcGetPTX"),
         found_as,
-    };
-    // Never unloaded: it registers handlers of its own, and functions outlive this call.
-    std::mem::forget(library);
-    Ok(functions)
+    })
 }
 
 impl Functions {

@@ -1,7 +1,6 @@
 //! The door with no library, with one that is none, and with made-up ones. A made-up library needs a C compiler.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use super::super::UniqueId;
 use super::*;
@@ -25,16 +24,9 @@ const FUNCTIONS: [(&str, &str); 11] = [
     ("ncclRecv", "int ncclRecv() { return 0; }"),
 ];
 
-/// A shared object of these functions; absent where there is no compiler.
+/// A library of the functions that `keep` wants; absent where there is no compiler.
 fn made(dir: &Path, name: &str, keep: impl Fn(&str) -> bool) -> Option<PathBuf> {
-    let (source, library) = (dir.join(format!("{name}.c")), dir.join(name));
-    let text: String =
-        FUNCTIONS.iter().filter(|(function, _)| keep(function)).map(|(_, text)| format!("{text}\n")).collect();
-    std::fs::write(&source, text).expect("a source");
-    let compiler =
-        Command::new("cc").args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&source).output().ok()?;
-    assert!(compiler.status.success(), "{}", String::from_utf8_lossy(&compiler.stderr));
-    Some(library)
+    dylib::made(dir, name, FUNCTIONS.iter().filter(|(function, _)| keep(function)).map(|(_, text)| *text))
 }
 
 #[test]

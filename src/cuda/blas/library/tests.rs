@@ -1,20 +1,8 @@
 //! The door with no library, with one that is none, and with made-up ones. A made-up library needs a C compiler.
 
-use std::process::Command;
-
 use super::*;
+use crate::dylib::made;
 use crate::exit::{Classify, Exit};
-
-/// A shared object of these functions; absent where there is no compiler.
-fn made(dir: &Path, name: &str, functions: &[&str]) -> Option<PathBuf> {
-    let (source, library) = (dir.join(format!("{name}.c")), dir.join(name));
-    let text: String = functions.iter().map(|function| format!("{function}\n")).collect();
-    std::fs::write(&source, text).expect("a source");
-    let compiler =
-        Command::new("cc").args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&source).output().ok()?;
-    assert!(compiler.status.success(), "{}", String::from_utf8_lossy(&compiler.stderr));
-    Some(library)
-}
 
 #[test]
 fn what_is_not_there_is_an_error_that_names_it() {
@@ -35,7 +23,7 @@ fn what_is_not_there_is_an_error_that_names_it() {
 fn a_library_that_lacks_functions_is_an_error_that_names_them() {
     let dir = tempfile::tempdir().expect("a directory");
     let has = ["unsigned long cublasLtGetVersion() { return 110100; }", "int cublasLtCreate() { return 1; }"];
-    let Some(library) = made(dir.path(), "libcublasLt.so.12", &has) else { return };
+    let Some(library) = made(dir.path(), "libcublasLt.so.12", has) else { return };
     let error = Library::load(Some(&dir.path().display().to_string())).expect_err("too old");
     let BlasError::Lacks { library: found, missing } = &error else { panic!("{error}") };
     assert_eq!(*found, library.display().to_string());
