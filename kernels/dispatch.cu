@@ -11,16 +11,10 @@
 
 #include "base.cuh"
 #include "nvfp4.cuh"
+#include "payload.cuh"
 #include "tiles.cuh"
 
-static_assert(HIDDEN % 16 == 0, "tokens are made of whole blocks");
-static_assert(PAYLOAD_BITS == 32 || PAYLOAD_BITS == 16 || PAYLOAD_BITS == 4, "tokens are f32, bf16 or NVFP4");
-
 constexpr u32 kThreads = 256;
-constexpr u32 kBlocks = HIDDEN / 16;
-/// Bytes of a token's values, or of its codes and scales; what follows is aligned to words.
-constexpr u32 kPayloadBytes = PAYLOAD_BITS == 4 ? HIDDEN / 2 + kBlocks : HIDDEN * PAYLOAD_BITS / 8;
-constexpr u32 kIdsAt = ceil_div(kPayloadBytes, 4u) * 4;
 
 /// The argument of all three; mirrored by `DispatchArgs` in src/jit/kernels/dispatch.rs.
 struct DispatchArgs {

@@ -11,17 +11,13 @@
 
 #include "base.cuh"
 #include "nvfp4.cuh"
+#include "payload.cuh"
 #include "requantise.cuh"
 #include "tiles.cuh"
 
-static_assert(HIDDEN % 16 == 0, "tokens are made of whole blocks");
-static_assert(PAYLOAD_BITS == 32 || PAYLOAD_BITS == 16 || PAYLOAD_BITS == 4, "tokens are f32, bf16 or NVFP4");
 static_assert(PAYLOAD_BITS != 4 || !QUANTISE, "what travels as NVFP4 is quantised already");
 
 constexpr u32 kThreads = 256;
-constexpr u32 kBlocks = HIDDEN / 16;
-constexpr u32 kPayloadBytes = PAYLOAD_BITS == 4 ? HIDDEN / 2 + kBlocks : HIDDEN * PAYLOAD_BITS / 8;
-constexpr u32 kIdsAt = ceil_div(kPayloadBytes, 4u) * 4;
 
 /// The argument of all three; mirrored by `ReceiveArgs` in src/jit/kernels/dispatch.rs.
 struct ReceiveArgs {

@@ -33,6 +33,7 @@ pub(super) const EXPERTS: Header = header!("experts.cuh");
 pub(super) const HOPPER: Header = header!("hopper.cuh");
 pub(super) const IMAGE: Header = header!("image.cuh");
 pub(super) const NVFP4: Header = header!("nvfp4.cuh");
+pub(super) const PAYLOAD: Header = header!("payload.cuh");
 pub(super) const REQUANTISE: Header = header!("requantise.cuh");
 pub(super) const STORE: Header = header!("store.cuh");
 pub(super) const TILES: Header = header!("tiles.cuh");

@@ -4,18 +4,18 @@ use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
-use super::super::source::{BASE, KernelSource, NVFP4, REQUANTISE, TILES};
+use super::super::source::{BASE, KernelSource, NVFP4, PAYLOAD, REQUANTISE, TILES};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
 
 const DISPATCH: KernelSource = KernelSource {
     name: "dispatch",
     main: include_str!("../../../kernels/dispatch.cu"),
-    headers: &[BASE, NVFP4, TILES],
+    headers: &[BASE, NVFP4, PAYLOAD, TILES],
 };
 const RECEIVE: KernelSource = KernelSource {
     name: "receive",
     main: include_str!("../../../kernels/receive.cu"),
-    headers: &[BASE, NVFP4, REQUANTISE, TILES],
+    headers: &[BASE, NVFP4, PAYLOAD, REQUANTISE, TILES],
 };
 const COMBINE: KernelSource =
     KernelSource { name: "combine", main: include_str!("../../../kernels/combine.cu"), headers: &[BASE, TILES] };

@@ -16,7 +16,7 @@ fn a1_ranks_without_tokens() {
         let checkpoint = work.sharded(&s.checkpoint(), 2);
         let num_tokens: usize = split.iter().sum();
         let choice = Choice::uniform(num_tokens, &[0, 1], &[0.5, 0.5]);
-        let run = Run::new(&work, &checkpoint, &s.tokens(num_tokens, 1.0)).choice_tensors(&choice_or_empty(&choice, 2));
+        let run = Run::new(&work, &checkpoint, &s.tokens(num_tokens, 1.0)).choice_tensors(&choice.tensors_of(2));
         for backend in BACKENDS {
             let what = format!("E={num_experts} T={split:?} {backend}");
             let run = run.clone().backend(backend).output_dtype("bf16");
@@ -34,13 +34,6 @@ fn a1_ranks_without_tokens() {
             assert_eq!(done.report.count("/steps/count"), 50, "{what}");
         }
     }
-}
-
-/// A choice of no tokens still has a width.
-fn choice_or_empty(choice: &Choice, num_topk: usize) -> Tensors {
-    let mut tensors = Tensors::new();
-    choice.add_to(&mut tensors, "", num_topk);
-    tensors
 }
 
 /// Traffic in one direction only, and ranks whose experts get nothing.

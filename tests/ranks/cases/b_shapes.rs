@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::{assert_answers, assert_bf16_answers, backends_and_modes};
+use crate::support::directed;
 use crate::support::launch::alone;
 use crate::support::made::{Choice, S};
 use crate::support::run::{BACKENDS, Run, Work};
@@ -43,11 +44,7 @@ fn b1_experts_do_not_divide_by_ranks() {
 fn b3_hidden_not_a_multiple_of_128() {
     let work = Work::new();
     for hidden in [144, 160, 192, 2880] {
-        let s = S::new(4, hidden, 128).at(0, hidden - 1);
-        let mut checkpoint = s.checkpoint();
-        for expert in 0..4 {
-            checkpoint.of_expert(expert, "down_proj", "weight_scale").set_block_scale(hidden - 1, 0, 0x40);
-        }
+        let (s, checkpoint) = directed::last_column(hidden);
         let checkpoint = work.checkpoint(&checkpoint);
         let run = Run::new(&work, &checkpoint, &s.tokens(4, 1.0)).choice(&Choice::single(0..4));
         for (backend, activations) in backends_and_modes() {

@@ -5,6 +5,7 @@ use std::path::Path;
 use super::{answer, assert_answers, assert_bf16_answers, backends_and_modes};
 use crate::support::checkpoint::{PROJECTIONS, expert_tensor, router_tensor};
 use crate::support::compare::{Tolerance, assert_rows, assert_same_bits, situ};
+use crate::support::directed;
 use crate::support::made::{Choice, S, S_ANSWER_W4A4};
 use crate::support::run::{BACKENDS, Done, Run, Work};
 use crate::support::tensor::Tensor;
@@ -264,12 +265,7 @@ fn c8_run(
 #[test]
 fn c8_saturating_activations_are_counted() {
     let work = Work::new();
-    let s = S::new(1, 128, 128);
-    let mut checkpoint = s.checkpoint();
-    for projection in ["gate_proj", "up_proj"] {
-        checkpoint.set_scalar(0, projection, "input_scale", 1.0);
-        checkpoint.set_scalar(0, projection, "weight_scale_2", 1.0 / 4000.0);
-    }
+    let (s, checkpoint) = directed::saturating();
     for (what, done) in c8_run(&work, s, &checkpoint, &s.tokens(1, 4000.0)) {
         let saturated = done.report.layer(0)["fc1_input"]["num_saturated"].as_u64().expect("a count");
         if what.ends_with("bf16") {
@@ -290,30 +286,8 @@ fn c8_saturating_activations_are_counted() {
 #[test]
 fn c8_scales_at_the_ends_of_their_range() {
     let work = Work::new();
-    let s = S::new(1, 128, 128);
-    let mut largest = s.checkpoint();
-    largest.of_expert(0, "down_proj", "weight_scale").set_block_scale(0, 0, 0x7E);
-    largest.of_expert(0, "down_proj", "weight").set_code(0, 0, 7);
-    largest.set_scalar(0, "down_proj", "weight_scale_2", 1.0 / 2688.0);
-
-    let mut smallest = s.checkpoint();
-    smallest.for_each(".weight_scale", |scales| scales.bytes.fill(0x01));
-    smallest.scale_scalars("weight_scale_2", 512.0);
-
-    let mut sums = s.checkpoint();
-    for projection in ["gate_proj", "up_proj"] {
-        for column in 0..128 {
-            sums.of_expert(0, projection, "weight").set_code(0, column, 7);
-            sums.of_expert(0, projection, "weight_scale").set_block_scale(0, column, 0x7E);
-        }
-        sums.set_scalar(0, projection, "weight_scale_2", 1.0 / 344_064.0);
-    }
-    let ones = Tensor::bf16(&[1, 128], &[1.0; 128]);
-    for (name, checkpoint, input) in [
-        ("block scale 448", &largest, &s.tokens(1, 1.0)),
-        ("block scale 2^-9", &smallest, &s.tokens(1, 1.0)),
-        ("a raw sum of 344064", &sums, &ones),
-    ] {
+    let (s, cases) = directed::ends_of_range();
+    for (name, checkpoint, input) in &cases {
         for (what, done) in c8_run(&work, s, checkpoint, input) {
             let activations = if what.ends_with("bf16") { "bf16" } else { "quantised" };
             assert_answers(done.layer(0), 0, activations, &[1.0], &format!("{name}, {what}"));

@@ -3,6 +3,7 @@
 use super::answer;
 use crate::support::checkpoint::Geometry;
 use crate::support::compare::{Tolerance, assert_rows, assert_same_bits};
+use crate::support::directed;
 use crate::support::made::{Choice, Random, S, random_checkpoint};
 use crate::support::run::{ACTIVATIONS, BACKENDS, Run, Work};
 use crate::support::safetensors::Tensors;
@@ -47,14 +48,8 @@ fn h1_same_input_same_bits() {
 #[test]
 fn h1_sums_follow_the_slots() {
     let work = Work::new();
-    let s = S::new(4, 128, 128).topk(4).unit_scales();
-    let mut checkpoint = s.checkpoint();
-    for expert in [2, 3] {
-        checkpoint.set_scalar(expert, "down_proj", "weight_scale_2", 2f32.powi(25));
-    }
-    checkpoint.of_expert(3, "down_proj", "weight").set_code(0, 0, 10);
+    let (s, checkpoint, choice) = directed::cancelling_slots();
     let checkpoint = work.checkpoint(&checkpoint);
-    let choice = Choice::uniform(5, &[2, 0, 3, 1], &[1.0; 4]);
     for backend in BACKENDS {
         for activations in ACTIVATIONS {
             for ranks in 1..=4 {

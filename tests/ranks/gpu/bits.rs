@@ -5,6 +5,7 @@ use super::{answer, backends_and_modes, with_exact_rows};
 use crate::bits::{assert_same_file, tokens};
 use crate::support::checkpoint::Geometry;
 use crate::support::compare::{Tolerance, assert_rows, assert_same_bits};
+use crate::support::directed;
 use crate::support::fixtures;
 use crate::support::gpu::{GPU_BACKENDS, on_gpus};
 use crate::support::made::{Choice, Random, S, random_checkpoint};
@@ -151,14 +152,8 @@ fn two_gpus_h1_same_input_same_bits() {
 /// Slots that give c * 2^25, c, -c * 2^25 and c with weight 1: in their order the sum is c; any other order gives 0 or 2 c.
 fn h1_directed(ranks: usize) {
     let work = Work::new();
-    let s = S::new(4, 128, 128).topk(4).unit_scales();
-    let mut checkpoint = s.checkpoint();
-    for expert in [2, 3] {
-        checkpoint.set_scalar(expert, "down_proj", "weight_scale_2", 2f32.powi(25));
-    }
-    checkpoint.of_expert(3, "down_proj", "weight").set_code(0, 0, 10);
+    let (s, checkpoint, choice) = directed::cancelling_slots();
     let checkpoint = work.checkpoint(&checkpoint);
-    let choice = Choice::uniform(5, &[2, 0, 3, 1], &[1.0; 4]);
     let run = Run::new(&work, &checkpoint, &s.tokens(5, 1.0)).choice(&choice).ranks(ranks).option("combine", "slot");
     for (backend, activations) in backends_and_modes() {
         let done = with_exact_rows(&on_gpus(&run, backend)).activations(activations).succeed();

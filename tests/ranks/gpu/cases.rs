@@ -2,18 +2,10 @@
 
 use super::{answer, assert_answers, backends_and_modes, with_exact_rows};
 use crate::support::compare::{Tolerance, assert_rows, assert_same_bits, situ};
+use crate::support::directed;
 use crate::support::gpu::{GPU_BACKENDS, on_gpus};
 use crate::support::made::{Choice, S, S_ANSWER};
 use crate::support::run::{Run, Work};
-use crate::support::safetensors::Tensors;
-use crate::support::tensor::Tensor;
-
-/// A choice of no tokens still has a width.
-fn choice_or_empty(choice: &Choice, num_topk: usize) -> Tensors {
-    let mut tensors = Tensors::new();
-    choice.add_to(&mut tensors, "", num_topk);
-    tensors
-}
 
 /// Ranks that hold no tokens, over 50 steps that all give the same bits.
 fn a1(splits: &[(usize, &[usize])]) {
@@ -23,7 +15,7 @@ fn a1(splits: &[(usize, &[usize])]) {
         let checkpoint = work.sharded(&s.checkpoint(), 2);
         let num_tokens: usize = split.iter().sum();
         let choice = Choice::uniform(num_tokens, &[0, 1], &[0.5, 0.5]);
-        let run = Run::new(&work, &checkpoint, &s.tokens(num_tokens, 1.0)).choice_tensors(&choice_or_empty(&choice, 2));
+        let run = Run::new(&work, &checkpoint, &s.tokens(num_tokens, 1.0)).choice_tensors(&choice.tensors_of(2));
         let run = run.output_dtype("bf16").option("combine", "slot");
         for (backend, activations) in backends_and_modes() {
             let what = format!("E={num_experts} T={split:?} {backend} {activations}");
@@ -109,11 +101,7 @@ fn two_gpus_a4_everything_to_one_expert() {
 fn b3(ranks: usize) {
     let work = Work::new();
     for hidden in [144, 160, 192, 2880] {
-        let s = S::new(4, hidden, 128).at(0, hidden - 1);
-        let mut checkpoint = s.checkpoint();
-        for expert in 0..4 {
-            checkpoint.of_expert(expert, "down_proj", "weight_scale").set_block_scale(hidden - 1, 0, 0x40);
-        }
+        let (s, checkpoint) = directed::last_column(hidden);
         let checkpoint = work.checkpoint(&checkpoint);
         let run = Run::new(&work, &checkpoint, &s.tokens(4, 1.0)).choice(&Choice::single(0..4)).ranks(ranks);
         for (backend, activations) in backends_and_modes() {
@@ -225,12 +213,7 @@ fn two_gpus_b7_masked_slots() {
 #[ignore = "needs a GPU and NVRTC"]
 fn one_gpu_c8_saturating_activations_are_counted() {
     let work = Work::new();
-    let s = S::new(1, 128, 128);
-    let mut checkpoint = s.checkpoint();
-    for projection in ["gate_proj", "up_proj"] {
-        checkpoint.set_scalar(0, projection, "input_scale", 1.0);
-        checkpoint.set_scalar(0, projection, "weight_scale_2", 1.0 / 4000.0);
-    }
+    let (s, checkpoint) = directed::saturating();
     let checkpoint = work.checkpoint(&checkpoint);
     let run = Run::new(&work, &checkpoint, &s.tokens(1, 4000.0)).choice(&Choice::single([0]));
     for (backend, activations) in backends_and_modes() {
@@ -253,30 +236,8 @@ fn one_gpu_c8_saturating_activations_are_counted() {
 #[ignore = "needs a GPU and NVRTC"]
 fn one_gpu_c8_scales_at_the_ends_of_their_range() {
     let work = Work::new();
-    let s = S::new(1, 128, 128);
-    let mut largest = s.checkpoint();
-    largest.of_expert(0, "down_proj", "weight_scale").set_block_scale(0, 0, 0x7E);
-    largest.of_expert(0, "down_proj", "weight").set_code(0, 0, 7);
-    largest.set_scalar(0, "down_proj", "weight_scale_2", 1.0 / 2688.0);
-
-    let mut smallest = s.checkpoint();
-    smallest.for_each(".weight_scale", |scales| scales.bytes.fill(0x01));
-    smallest.scale_scalars("weight_scale_2", 512.0);
-
-    let mut sums = s.checkpoint();
-    for projection in ["gate_proj", "up_proj"] {
-        for column in 0..128 {
-            sums.of_expert(0, projection, "weight").set_code(0, column, 7);
-            sums.of_expert(0, projection, "weight_scale").set_block_scale(0, column, 0x7E);
-        }
-        sums.set_scalar(0, projection, "weight_scale_2", 1.0 / 344_064.0);
-    }
-    let ones = Tensor::bf16(&[1, 128], &[1.0; 128]);
-    for (name, checkpoint, input) in [
-        ("block scale 448", &largest, &s.tokens(1, 1.0)),
-        ("block scale 2^-9", &smallest, &s.tokens(1, 1.0)),
-        ("a raw sum of 344064", &sums, &ones),
-    ] {
+    let (_, cases) = directed::ends_of_range();
+    for (name, checkpoint, input) in &cases {
         let dir = work.checkpoint(checkpoint);
         let run = Run::new(&work, &dir, input).choice(&Choice::single([0]));
         for (backend, activations) in backends_and_modes() {

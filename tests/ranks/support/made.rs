@@ -120,8 +120,13 @@ impl Choice {
 
     /// The tensors of a file for all layers, ids as I64.
     pub fn tensors(&self) -> Tensors {
+        self.tensors_of(self.ids.first().map_or(1, Vec::len))
+    }
+
+    /// The same; a choice of no tokens still has a width.
+    pub fn tensors_of(&self, num_topk: usize) -> Tensors {
         let mut tensors = Tensors::new();
-        self.add_to(&mut tensors, "", self.ids.first().map_or(1, Vec::len));
+        self.add_to(&mut tensors, "", num_topk);
         tensors
     }
 

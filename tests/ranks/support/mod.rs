@@ -5,6 +5,7 @@
 pub mod browser;
 pub mod checkpoint;
 pub mod compare;
+pub mod directed;
 pub mod disturb;
 pub mod driver;
 pub mod fixtures;
