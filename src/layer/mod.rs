@@ -18,6 +18,7 @@ pub mod tune;
 
 use std::path::PathBuf;
 
+use crate::backend::cuda::GatedDense;
 use crate::backend::{BackendError, Experts};
 use crate::checkpoint::CheckpointError;
 use crate::config::Transport;
@@ -33,7 +34,7 @@ use crate::jit::JitError;
 use crate::model::MoeGeometry;
 use crate::routing::{RoutingError, TopK};
 use crate::select::tactics::{RowBucket, Tactic};
-use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
+use crate::select::{FormatError, Identity, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
 pub use parts::Part;
@@ -44,7 +45,7 @@ pub use stats::{LayerStats, PhaseTimes};
 
 use block::DeviceBlock;
 use device::DeviceRoute;
-use parts::{Latent, Router, Shared};
+use parts::{Latent, Router, Shared, SharedBy};
 
 /// Everything that can end a session.
 #[derive(Debug, thiserror::Error)]
@@ -230,10 +231,26 @@ impl MoeLayer {
         self.carrier
     }
 
+    /// What may compute its experts: the winner, its companions, and the library that the shared ones were given to, all of
+    /// which ranks have compared.
+    #[must_use]
+    pub fn identities(&self) -> Vec<Identity> {
+        let shared = self.shared.as_ref().and_then(|shared| match &shared.by {
+            SharedBy::Library(_) => Some(GatedDense::IDENTITY),
+            SharedBy::Backend(_) => None,
+        });
+        self.selected.identities().into_iter().chain(shared).collect()
+    }
+
     /// Its dense projections by name, and what computes each; none where hosts do.
     #[must_use]
     pub fn dense(&self) -> Vec<(&'static str, String)> {
-        self.block.as_ref().map(|block| block.around.computed_by()).unwrap_or_default()
+        let Some(block) = &self.block else { return Vec::new() };
+        let shared = self.shared.iter().flat_map(|shared| match &shared.by {
+            SharedBy::Library(expert) => expert.computed_by().to_vec(),
+            SharedBy::Backend(_) => Vec::new(),
+        });
+        block.around.computed_by().into_iter().chain(shared).collect()
     }
 
     /// Runs the layer on this rank's tokens; collective.

@@ -39,7 +39,7 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         payload: layer.travel().payload.name().to_owned(),
         combine: layer.travel().mode.name().to_owned(),
         combine_dtype: layer.travel().row_form.form.name().to_owned(),
-        identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
+        identities: layer.identities().iter().map(ToString::to_string).collect(),
         dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
         why: layer.selected().why.to_string(),
     };

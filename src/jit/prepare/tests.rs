@@ -1,7 +1,7 @@
 //! Keys in the compared record, and messages that no launcher provokes here.
 
 use super::super::arch::Arch;
-use super::super::kernels::QuantiseVariant;
+use super::super::kernels::DenseKernels;
 use super::super::nvrtc::Compiled;
 use super::*;
 use crate::exit::{Classify, Exit};
@@ -9,7 +9,7 @@ use crate::facts::BUILD;
 use crate::select::fingerprint::FieldDifference;
 
 fn prepared(define: bool, compiler: &str) -> Prepared {
-    let mut request = QuantiseVariant::Bf16.request(Arch::Sm90a);
+    let mut request = DenseKernels.request(Arch::Sm90a);
     let described = request.clone();
     if define {
         request = request.with("STALE", true);

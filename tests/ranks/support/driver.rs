@@ -1,6 +1,7 @@
 //! Stand-ins for the CUDA driver, compiled here: with devices or none, and without a function where asked.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -72,6 +73,8 @@ impl Driver {
         command.args(["-shared", "-fPIC", "-w", "-o"]).arg(dir.path().join("libcuda.so.1")).arg(&file);
         command.args(defines.iter().map(|define| format!("-D{define}")));
         assert!(command.status().expect("cc, which MPI needs as well").success());
+        // Looked for first: a machine for building has it too.
+        symlink("libcuda.so.1", dir.path().join("libcuda.so")).expect("linked");
         Self { dir }
     }
 
