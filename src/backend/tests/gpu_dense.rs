@@ -424,11 +424,18 @@ fn gpu_shared_input_is_the_hosts() {
 fn gpu_shared_expert_by_the_library_is_the_references() {
     let gpu = gpu();
     let tools = tools(&gpu).pop().filter(|tools| tools.has_library()).expect("cublasLt: LOCKSTEP_CUBLASLT names it");
-    for ((hidden, intermediate), activation) in [((512, 256), SITU), ((256, 1024), Activation::Swiglu)] {
+    let mut num_served = 0;
+    // K3's fixture, K3, DeepSeek-V3, and what no model has.
+    let shapes = [(256, 192), (7168, 3072), (7168, 2048), (512, 256), (256, 1024)];
+    for ((hidden, intermediate), activation) in shapes.into_iter().zip([SITU, Activation::Swiglu].into_iter().cycle()) {
         let spec = ExpertsSpec { hidden, intermediate, activation, quantise_activations: false, batch_invariant: true };
         let mut rng = Rng::new(5);
         let tensors = expert(&mut rng, &spec, Format::Bf16);
-        let shared = GatedDense::new(&tools, spec, &tensors).unwrap().expect("an algorithm for either product");
+        let Some(shared) = GatedDense::new(&tools, spec, &tensors).unwrap() else {
+            println!("{hidden} x {intermediate}: no algorithm for both products");
+            continue;
+        };
+        num_served += 1;
         let mut builder = reference().experts(spec, 1).unwrap();
         builder.push(&tensors).unwrap();
         let on_host = builder.finish().unwrap();
@@ -461,4 +468,5 @@ fn gpu_shared_expert_by_the_library_is_the_references() {
             first = Some(found);
         }
     }
+    assert!(num_served > 0, "the library serves no shape");
 }
