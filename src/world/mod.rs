@@ -10,6 +10,7 @@ mod cost;
 mod ending;
 mod exchange;
 mod group;
+mod links;
 mod roll;
 mod signals;
 #[cfg(test)]
@@ -166,6 +167,7 @@ impl World {
             faults,
         };
         world.apply_settings();
+        world.watch_hosts();
         tracing::debug!(host = world.host, size, local_rank, "joined the world");
         Ok(world)
     }
