@@ -56,7 +56,10 @@ fn a_driver_that_answers_otherwise_in_one_function() {
         int (*own)(int *, int, int) = real(\"cuDeviceGetAttribute\");
         return attribute == 75 ? (*value = 7, 0) : own(value, attribute, device);
     }";
-    says(&warmup(Some(&Driver::in_front_of(&own.file(), functions))), &["Stand-in GPU has compute capability 7.0"]);
+    says(
+        &warmup(Some(&Driver::in_front_of(&own.dir().join("libcuda.so.1"), functions))),
+        &["Stand-in GPU has compute capability 7.0"],
+    );
 }
 
 #[test]

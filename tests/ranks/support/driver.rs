@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use super::places;
@@ -68,7 +68,7 @@ impl Driver {
             source = source.replace(&format!("int {without}("), &format!("int no_{without}("));
         }
         compile(dir.path(), &source, |command| {
-            command.args(defines.iter().map(|define| format!("-D{define}")));
+            command.arg("-Wl,-soname,libcuda.so.1").args(defines.iter().map(|define| format!("-D{define}")));
         });
         Self { dir }
     }
@@ -78,16 +78,12 @@ impl Driver {
         let dir = places::temporary_dir();
         let head = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#define real(name) dlsym(RTLD_NEXT, name)\n";
         compile(dir.path(), &format!("{head}{functions}"), |command| {
-            // NOTE: an RPATH, which comes before LD_LIBRARY_PATH: the driver's own name is that of what stands before it.
+            // NOTE: an RPATH, which comes before LD_LIBRARY_PATH, and no name of its own: that is the driver's, which the
+            // loader would take for this.
             let path = format!("-Wl,--disable-new-dtags,-rpath,{}", real.parent().expect("a directory").display());
             command.args(["-Wl,--no-as-needed", &path]).arg(real);
         });
         Self { dir }
-    }
-
-    /// Its file.
-    pub fn file(&self) -> PathBuf {
-        self.dir().join("libcuda.so.1")
     }
 
     /// The directory that it lies in.
@@ -101,7 +97,7 @@ fn compile(dir: &Path, source: &str, options: impl FnOnce(&mut Command)) {
     let file = dir.join("driver.c");
     fs::write(&file, source).expect("written");
     let mut command = Command::new("cc");
-    command.args(["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o"]).arg(dir.join("libcuda.so.1")).arg(&file);
+    command.args(["-shared", "-fPIC", "-w", "-o"]).arg(dir.join("libcuda.so.1")).arg(&file);
     options(&mut command);
     assert!(command.status().expect("cc, which MPI needs as well").success());
     symlink("libcuda.so.1", dir.join("libcuda.so")).expect("linked");
