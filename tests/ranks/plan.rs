@@ -206,13 +206,13 @@ fn deepseek_v3_scaled_on_three_ranks_with_groups() {
 fn qwen3_scaled_on_two_nodes_of_two() {
     Scaled {
         geometry: "qwen3-235b",
-        size: &["--experts=18", "--topk=3", "--hidden=64", "--intermediate=64"],
+        size: &["--experts=16", "--topk=3", "--hidden=64", "--intermediate=64"],
         ranks: 4,
         tokens: 6000,
         payload: "bf16",
         combine: "rank",
         scale_up_ranks: Some(2),
-        uniform: Some(Uniform { num_experts: 18, num_topk: 3, num_groups: 1, topk_group: 1 }),
+        uniform: Some(Uniform { num_experts: 16, num_topk: 3, num_groups: 1, topk_group: 1 }),
     }
     .check();
 }
