@@ -17,14 +17,17 @@ mod timers;
 pub mod tune;
 
 use std::path::PathBuf;
+use std::rc::Rc;
 
 use crate::backend::cuda::GatedDense;
 use crate::backend::{BackendError, Experts};
 use crate::checkpoint::CheckpointError;
-use crate::config::Transport;
+use crate::config::{Levels, Transport};
 use crate::cuda::CudaError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
 use crate::dispatch::carrier::CarryError;
+use crate::dispatch::nodes::Nodes;
+use crate::dispatch::transport::ForwardError;
 use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::Injected;
@@ -91,6 +94,9 @@ pub enum LayerError {
     /// Tokens or rows that did not arrive.
     #[error(transparent)]
     Carry(#[from] CarryError),
+    /// Tokens that were not passed on.
+    #[error(transparent)]
+    Forward(#[from] ForwardError),
     /// The world's shape.
     #[error(transparent)]
     World(#[from] WorldError),
@@ -132,6 +138,7 @@ impl Classify for LayerError {
             Self::Gpu(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
             Self::Carry(error) => error.exit(),
+            Self::Forward(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
@@ -144,6 +151,7 @@ impl Classify for LayerError {
         match self {
             Self::Refused(error) => error.known(),
             Self::Jit(error) => error.known(),
+            Self::Forward(error) => error.known(),
             _ => Known::Here,
         }
     }
@@ -161,6 +169,8 @@ pub struct MoeLayer {
     /// FC1's global scale, the largest of the layer over all ranks; absent with unquantised activations.
     input_scale: Option<f32>,
     travel: Travel,
+    /// The nodes, where its tokens go in two levels.
+    nodes: Option<Rc<Nodes>>,
     /// What carries its tokens.
     carrier: Transport,
     /// How they travel where they lie on a GPU; absent: on hosts.
@@ -223,6 +233,12 @@ impl MoeLayer {
     #[must_use]
     pub fn travel(&self) -> &Travel {
         &self.travel
+    }
+
+    /// Whether they cross to a node once and are passed on in it.
+    #[must_use]
+    pub fn levels(&self) -> Levels {
+        if self.nodes.is_some() { Levels::Two } else { Levels::One }
     }
 
     /// What carries them.

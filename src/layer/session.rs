@@ -9,11 +9,12 @@ use std::time::Duration;
 use crate::backend::cuda::{DenseBy, DenseTools};
 use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::{Deployment, Transport};
-use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
+use crate::config::{Deployment, Levels, Transport};
+use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
 use crate::dispatch::carrier::Carrier;
 use crate::dispatch::device::Forms;
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::nodes::Nodes;
 use crate::dispatch::placement::Placement;
 use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
@@ -115,7 +116,7 @@ impl Session {
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
-        let buffers = plan_buffers(world, &geometry, &plans, tokens_at_once);
+        let buffers = plan_buffers(world, &geometry, (&plans, &selected), tokens_at_once);
         let kernels = kernels::prepare(world, options, (&geometry, &plans), &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
@@ -183,6 +184,12 @@ impl Session {
         &self.selected.selection
     }
 
+    /// Which ranks share a node.
+    #[must_use]
+    pub fn nodes(&self) -> &Nodes {
+        &self.selected.nodes
+    }
+
     /// The digests that all ranks have compared: of the selection, and of the session.
     #[must_use]
     pub fn digests(&self) -> (Digest, Digest) {
@@ -232,11 +239,18 @@ pub(super) fn tokens_at_once(capacity: Capacity, num_tokens: Option<usize>) -> u
 }
 
 /// The largest buffers that any layer needs, said before anything is allocated.
-fn plan_buffers(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> BufferPlan {
+fn plan_buffers(
+    world: &World,
+    geometry: &MoeGeometry,
+    (plans, selected): (&[LayerPlan], &Selected),
+    tokens_at_once: usize,
+) -> BufferPlan {
     let placement = Placement::new(geometry.num_experts, world.size());
-    let num_local_experts = placement.local_experts(world.rank()).len();
+    let num_experts = (world.size(), placement.local_experts(world.rank()).len());
     let of_layer = |decision: &LayerDecision| {
-        BufferPlan::new(&buffer_sizes(geometry, decision, world.size(), num_local_experts), tokens_at_once)
+        let forwards = selected.goes_in_two_levels(decision.layer);
+        let forwards = forwards.then(|| ForwardSizes::new(&selected.nodes, world.rank()));
+        BufferPlan::new(&buffer_sizes(geometry, decision, num_experts, forwards), tokens_at_once)
     };
     let buffers =
         plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
@@ -244,6 +258,7 @@ fn plan_buffers(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], toke
         tracing::info!(
             tokens_at_once,
             receive_bytes = buffers.receive_bytes,
+            forward_bytes = buffers.forward_bytes,
             total_bytes = buffers.total_bytes(),
             "dispatch buffers planned for a rank, at most"
         );
@@ -369,6 +384,7 @@ fn load_layers(
         let loader = Loader { checkpoint, backend, dense, placement, rank, batch_invariant, progress: &progress };
         Ok((loader.load(&found.manifest, &plan.decision)?, layer_selection.clone()))
     };
+    let nodes = Rc::new(selected.nodes.clone());
     let mut layers = Vec::new();
     for plan in plans {
         let decision = &plan.decision;
@@ -383,6 +399,7 @@ fn load_layers(
             mode: combine_mode(decision),
             row_form: row_form(geometry, decision),
         };
+        let nodes = (selected.levels == Levels::Two).then(|| nodes.clone());
         let carrier = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
         let carried_by = carrier.as_ref().map_or(Transport::Host, |carrier| carrier.transport());
         let route = |(on_gpu, carrier): (&OnGpu, Rc<dyn Carrier>)| {
@@ -402,6 +419,7 @@ fn load_layers(
             experts,
             input_scale,
             travel,
+            nodes,
             carrier: carried_by,
             device,
             block,

@@ -20,7 +20,7 @@ use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts, message_len};
 use crate::gpu::{Gpu, grow};
 use crate::ids::Rank;
-use crate::world::World;
+use crate::world::{Cargo, World};
 
 /// Tokens of a rank that go at once, on its device.
 #[derive(Debug, Clone)]
@@ -93,7 +93,7 @@ impl DeviceTransport {
         let row_bytes = self.stages.forms().travel.layout(tokens.num_topk).row_bytes();
         let max_run_bytes = chunk_tokens * row_bytes;
         let counts = [scaled(&sent.num_tokens, row_bytes), scaled(&received.num_tokens, row_bytes)];
-        world.count_carried_to(&counts[0]);
+        world.count_carried_to(Cargo::Tokens, &counts[0]);
         if world.size() > 1 {
             grow(&mut buffers.arrived, received.total_tokens() * row_bytes)?;
             self.carry(world, (&buffers.packed, &mut buffers.arrived), &counts, max_run_bytes)?;
@@ -123,7 +123,7 @@ impl DeviceTransport {
             CombineMode::Rank => (&handle.received.num_tokens, &handle.sent.num_tokens),
         };
         let counts = [scaled(num_back, row_bytes), scaled(num_home, row_bytes)];
-        world.count_carried_to(&counts[0]);
+        world.count_carried_to(Cargo::Rows, &counts[0]);
         if world.size() > 1 {
             grow(&mut buffers.home, counts[1].iter().sum())?;
             let max_rows = chunk_tokens * travel.mode.max_rows(tokens.num_topk);
