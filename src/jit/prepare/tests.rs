@@ -37,7 +37,7 @@ fn hazard_07_keys_are_in_the_session_fingerprint() {
         let differences: Vec<FieldDifference> =
             crate::select::fingerprint::diff([(Rank(0), &alike), (Rank(1), &other)]);
         assert_eq!(differences.len(), 1, "{differences:?}");
-        assert!(differences[0].field.starts_with("kernels.quantise for sm_90a"), "{differences:?}");
+        assert!(differences[0].field.starts_with("kernels.dense for sm_90a"), "{differences:?}");
     }
 }
 
