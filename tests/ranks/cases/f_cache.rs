@@ -279,7 +279,8 @@ fn with_mounts(warmup: &Warmup, line: &str) -> Option<std::process::Output> {
     let mut command = Command::new("unshare");
     command.args(["-m", "sh", "-c", line]);
     command.env("LOCKSTEP", places::binary()).env("CACHE", &warmup.cache);
-    command.env("WARMUP", "warmup --model kimi-k3 --kernels dense_product --into ranks --cache-layout flat --arch sm_90a");
+    command
+        .env("WARMUP", "warmup --model kimi-k3 --kernels dense_product --into ranks --cache-layout flat --arch sm_90a");
     if let Some(nvrtc) = &warmup.nvrtc {
         command.env("LOCKSTEP_NVRTC", nvrtc);
     }
@@ -367,7 +368,8 @@ fn j1_a_slow_compilation_is_said_and_waited_for() {
 fn j1_the_limit_names_who_compiles_what() {
     let Some(warmup) = Warmup::new() else { return };
     let slow = warmup.per_rank(2).env("LOCKSTEP_FAULT", "1:compile:delay=25").env("LOCKSTEP_COMPILE_S", "3");
-    let outcome = slow.run().fails_clearly(5, &["rank 1 still compiling dense_product for sm_90a", "timeouts.compile_s"]);
+    let outcome =
+        slow.run().fails_clearly(5, &["rank 1 still compiling dense_product for sm_90a", "timeouts.compile_s"]);
     assert!(!outcome.stderr.contains("communication"), "{}", outcome.printed());
     let (entries, others) = warmup.entries();
     assert!(entries.len() <= NUM_KERNELS && others.is_empty(), "{entries:?} {others:?}");
