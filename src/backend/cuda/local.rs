@@ -16,7 +16,9 @@ use crate::backend::{BackendError, ExpertsSpec, checks};
 use crate::checkpoint::tensors::ExpertTensors;
 use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, Stream};
 use crate::jit::kernels::Chooser;
-use crate::jit::kernels::grouped_gemm::{ExpertEntry, GroupedGemm, GroupedGemmArgs, Schedule, Weights};
+use crate::jit::kernels::grouped_gemm::{
+    ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, Schedule, Weights,
+};
 use crate::select::Identity;
 pub use ceilings::{Dense, Reading};
 
@@ -153,7 +155,7 @@ impl LocalLayer {
                     let args = buffers.args(self.entries.len(), set * programs.len() + share, tokens.scale)?;
                     // SAFETY: every buffer has room for these counts and goes with the work; the sets live in `self`, which
                     // the work borrows, and so do the programs' modules.
-                    unsafe { program.queue(stream, &args, buffers.image.address())? };
+                    unsafe { program.queue(stream, &args)? };
                 }
             }
             Ok::<_, BackendError>(())
@@ -173,6 +175,7 @@ struct Buffers {
     expert_offsets: DeviceBuffer<u32>,
     tokens: DeviceBuffer<u16>,
     image: DeviceBuffer<u16>,
+    gathered: DeviceBuffer<u32>,
     inner: DeviceBuffer<u16>,
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
@@ -221,6 +224,7 @@ impl Buffers {
             expert_offsets: DeviceBuffer::from_slice(stream, &expert_offsets)?,
             tokens: own_tokens,
             image: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.hidden))?,
+            gathered: DeviceBuffer::zeroed(stream, num_padded / IMAGE_GROUP_ROWS as usize)?,
             inner: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.intermediate))?,
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
@@ -236,12 +240,16 @@ impl Buffers {
             expert_offsets: self.expert_offsets.address(),
             row_token: self.row_token.address(),
             tokens: self.tokens.address(),
+            image: self.image.address(),
+            gathered: self.gathered.address(),
             inner: self.inner.address(),
             out: self.out.address(),
             counts: self.counts.address(),
             barrier: self.barrier.address(),
             token_scale,
             num_experts: narrow(num_experts),
+            num_groups: narrow(self.gathered.len()),
+            unused: 0,
         })
     }
 }
