@@ -4,13 +4,17 @@
 
 use maud::{Markup, html};
 
-/// Width and height in pixels, and what lies around the lines: left, top, right, bottom.
+/// Width and height in pixels without the names below, and what lies around the lines: left, top, right, bottom.
 const SIZE: (f64, f64) = (860.0, 520.0);
 const MARGIN: (f64, f64, f64, f64) = (70.0, 64.0, 24.0, 56.0);
+/// Pixels from one name to the next.
+const NAME_HEIGHT: f64 = 18.0;
 /// Pixels between labels of rows.
 const LABEL_WIDTH: f64 = 34.0;
 /// Colours of lines, taken in turn.
 const NUM_COLOURS: usize = 6;
+/// Dashes of floors, likewise.
+const NUM_DASHES: usize = 3;
 
 const STYLE: &str = "\
 svg { color-scheme: light dark; background: #fcfcfb; --ink: #1c1e21; --muted: #595f67; --line: #d9dce0;\
@@ -19,6 +23,7 @@ svg { color-scheme: light dark; background: #fcfcfb; --ink: #1c1e21; --muted: #5
  --c0: #66a9dc; --c1: #ff8a80; --c2: #4cc26a; --c3: #c79be8; --c4: #e8a552; --c5: #4fc3cd; } }\
 text { font: 12px system-ui, sans-serif; fill: var(--ink); }\
 .grid { stroke: var(--line); } .floor { stroke: var(--muted); stroke-dasharray: 6 4; fill: none; }\
+.f1 { stroke-dasharray: 2 3; } .f2 { stroke-dasharray: 9 3 2 3; }\
 .line { fill: none; stroke-width: 2; }\
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); } .c3 { stroke: var(--c3); }\
 .c4 { stroke: var(--c4); } .c5 { stroke: var(--c5); } circle { fill: #fcfcfb; stroke-width: 2; }";
@@ -110,16 +115,18 @@ impl Plot {
         let (left, top, right, bottom) = MARGIN;
         let x = Axis::over(self.points().map(|point| point.rows as f64), (left, width - right));
         let y = Axis::over(self.points().map(|point| point.us), (height - bottom, top));
+        let whole = height + NAME_HEIGHT * (self.curves.len() + self.floors.len()) as f64;
         let markup = html! {
-            svg xmlns="http://www.w3.org/2000/svg" viewBox={ "0 0 " (width) " " (height) } width=(width) height=(height) role="img" {
+            svg xmlns="http://www.w3.org/2000/svg" viewBox={ "0 0 " (width) " " (whole) } width=(width) height=(whole) role="img" {
                 title { (self.title) ": microseconds against rows an expert" }
                 style { (maud::PreEscaped(STYLE)) }
                 text x=(left) y="22" font-weight="bold" { (self.title) }
                 text x=(left) y="42" { (self.subtitle) }
                 (self.grid(x, y))
                 @for (index, floor) in self.floors.iter().enumerate() {
-                    polyline.floor points=(places(floor, x, y)) { title { (floor.name) } }
-                    (legend(self.curves.len() + index, "floor", &floor.name))
+                    @let class = format!("floor f{}", index % NUM_DASHES);
+                    polyline class=(class) points=(places(floor, x, y)) { title { (floor.name) } }
+                    (legend(self.curves.len() + index, &class, &floor.name))
                 }
                 @for (index, curve) in self.curves.iter().enumerate() {
                     (measured(curve, &format!("c{}", index % NUM_COLOURS), x, y))
@@ -174,10 +181,10 @@ fn measured(curve: &Curve, colour: &str, x: Axis, y: Axis) -> Markup {
     }
 }
 
-/// The name of a curve and how it is drawn; names stand below each other in the upper left.
+/// The name of a curve and how it is drawn; names stand below each other under the picture.
 fn legend(index: usize, class: &str, name: &str) -> Markup {
-    let (left, top, ..) = MARGIN;
-    let y = top + 16.0 + 18.0 * index as f64;
+    let (left, ..) = MARGIN;
+    let y = SIZE.1 + NAME_HEIGHT * index as f64;
     html! {
         line class=(class) x1=(pixels(left + 14.0)) x2=(pixels(left + 42.0)) y1=(pixels(y)) y2=(pixels(y)) {}
         text x=(pixels(left + 50.0)) y=(pixels(y + 4.0)) { (name) }
@@ -260,7 +267,7 @@ mod tests {
         assert!(!svg.contains("<script") && !svg.contains("href"));
         let labels = svg.matches(">9</text>").count();
         assert_eq!(labels, 0, "9 rows have no room for a label beside 8");
-        assert_eq!(svg.matches("<line class=\"line c0\"").count() + svg.matches("<line class=\"floor\"").count(), 3);
+        assert_eq!(svg.matches("<line class=\"line c0\"").count() + svg.matches("<line class=\"floor f").count(), 3);
     }
 
     #[test]
