@@ -11,8 +11,8 @@
 /// Steps of a row of tokens.
 constexpr u32 kTokenSteps = (HIDDEN + kStepK - 1) / kStepK;
 
-/// Writes steps `first` to `end` of group `group_idx` of a place's rows into the image. `kThreads` threads call it, a multiple
-/// of 64. Rows and K beyond the end are zero.
+/// Writes steps `first` to `end` of group `group_idx` of a place's rows into the image. `kThreads` threads call it, a
+/// multiple of 64. Rows and K beyond the end are zero.
 template <u32 kThreads>
 DEVICE void gather_group(const GroupedGemmArgs& args, const Place& place, u32 group_idx, u32 first, u32 end) {
     // A thread writes piece `thread % 8` of one row, at every `kThreads / 64`th step.
@@ -22,7 +22,8 @@ DEVICE void gather_group(const GroupedGemmArgs& args, const Place& place, u32 gr
     const u64 token = is_real ? args.row_token[place.first_row + row] : 0;
     const u8* from = args.tokens + token * (HIDDEN * 2);
     const u32 num_groups = ceil_div(place.num_rows, kGroupRows);
-    u8* to = args.image + image_start<kTokenSteps>(place.padded_row) + row_in_group * kImageRowBytes + (piece ^ row_in_group) * 16;
+    u8* to = args.image + image_start<kTokenSteps>(place.padded_row) + row_in_group * kImageRowBytes +
+             (piece ^ row_in_group) * 16;
 #pragma unroll 4
     for (u32 step = first + thread / 64; step < end; step += kThreads / 64) {
         Word4 words;

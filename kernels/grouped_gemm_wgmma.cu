@@ -4,9 +4,9 @@
 // images (image.cuh): `fc1` writes the second, `fc2` writes rows. One block a multiprocessor, each of kThreads threads; it
 // takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... Dynamic shared memory: kSharedBytes + 1024.
 //
-// The image of rows comes from `gather_tokens` of permute.cu; or, with few rows a tile, from a warpgroup of `fc1` that gathers
-// for all blocks while others multiply. A tile then waits for its rows, so that all blocks have to run at once: `fc1` is
-// launched cooperatively.
+// The image of rows comes from `gather_tokens` of permute.cu; or, with few rows a tile, from a warpgroup of `fc1` that
+// gathers for all blocks while others multiply. A tile then waits for its rows, so that all blocks have to run at once:
+// `fc1` is launched cooperatively.
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
@@ -39,7 +39,8 @@ DEVICE void copy_tile(const GroupedGemmArgs& args, const Work& work, Pipeline& r
     const u32 warp = threadIdx.x / kWarp, first = warp * kUnitsPerWarp, first_unit = work.weight_block * kUnitsPerBlock;
     const u32 num_units = min_of(kUnitsPerBlock, G::kUnits - first_unit);
     const Expert& expert = args.experts[work.expert];
-    const u8* weights = (kIsFc1 ? expert.fc1 : expert.fc2) + static_cast<u64>(first_unit + first) * (G::kSteps * kWeightBytes);
+    const u8* weights =
+        (kIsFc1 ? expert.fc1 : expert.fc2) + static_cast<u64>(first_unit + first) * (G::kSteps * kWeightBytes);
     const u64 step_stride = static_cast<u64>(work.num_groups) * kGroupBytes;
     const u32 rows_step = kStageSteps == 1 ? 0 : warp;
     const u8* rows = (kIsFc1 ? args.image : args.inner) + work.image_at<G::kSteps>() + rows_step * step_stride;
@@ -102,8 +103,8 @@ struct Weights {
     /// The A fragments of MMAs `2 * kHalf` and `2 * kHalf + 1`.
     template <u32 kHalf>
     DEVICE void decode(u32 (&a)[kTiles][2][4]) const {
-        decode16(words[0].v[2 * kHalf], words[0].v[2 * kHalf + 1], scale_pair<0>(scales), scale_pair<1>(scales), shifts, a[0][0],
-                 a[0][1]);
+        decode16(words[0].v[2 * kHalf], words[0].v[2 * kHalf + 1], scale_pair<0>(scales), scale_pair<1>(scales), shifts,
+                 a[0][0], a[0][1]);
         if constexpr (kTiles == 2) {
             decode16(words[1].v[2 * kHalf], words[1].v[2 * kHalf + 1], scale_pair<2>(scales), scale_pair<3>(scales),
                      shifts, a[1][0], a[1][1]);

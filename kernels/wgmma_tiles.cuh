@@ -15,8 +15,8 @@ static_assert(NUM_STAGES >= 2, "a stage is copied while another is multiplied");
 
 static_assert(!GATHERS || BLOCK_ROWS < 256, "256 rows want more registers than a fourth warpgroup leaves");
 
-// One warpgroup copies, two multiply, and one may gather. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has
-// whole units, with one, which 256 rows leave registers for, a unit's two tiles are two warps'.
+// One warpgroup copies, two multiply, and one may gather. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two
+// tiles a warp has whole units, with one, which 256 rows leave registers for, a unit's two tiles are two warps'.
 constexpr u32 kGroupThreads = 128;
 constexpr u32 kThreads = (GATHERS ? 4 : 3) * kGroupThreads;
 constexpr u32 kTiles = BLOCK_ROWS == 256 ? 1 : 2;
