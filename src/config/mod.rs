@@ -180,6 +180,8 @@ pub enum Transport {
     Host,
     /// NCCL send and receive.
     Nccl,
+    /// Stores into the memory of the other ranks' GPUs.
+    Nvlink,
 }
 
 /// The form of a travelling token.

@@ -4,6 +4,7 @@ mod ceilings;
 mod dense;
 pub mod dispatch;
 pub mod grouped_gemm;
+pub mod nvlink;
 mod probes;
 mod quantise;
 mod schedule;
@@ -31,6 +32,7 @@ pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
+    let around = around.chain([nvlink::NvlinkKernels.request(arch)]);
     let others = [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch)];
     quantise.into_iter().chain(others.into_iter().flatten()).chain(around).collect()
 }
@@ -70,7 +72,9 @@ pub fn travel(problem: &Problem, decision: &LayerDecision, arch: Arch) -> Vec<Ke
         form: combine_form(decision),
     }
     .requests(arch)
-    .to_vec()
+    .into_iter()
+    .chain([nvlink::NvlinkKernels.request(arch)])
+    .collect()
 }
 
 /// Every kernel that `chooser` may give to a layer's experts, routed and shared.
