@@ -103,6 +103,9 @@ impl fmt::Debug for Carriers {
     }
 }
 
+/// What a rank has made, and what every rank told of its own.
+type Agreed<T> = (T, Vec<Vec<u8>>);
+
 /// Attempts of all ranks at a transport.
 struct Attempts<'a> {
     world: &'a World,
@@ -175,7 +178,7 @@ impl Attempts<'_> {
         attempt: Result<T, AttemptError>,
         told: impl Fn(&T) -> Vec<u8>,
         give_up: impl Fn(&T),
-    ) -> Result<Option<(T, Vec<Vec<u8>>)>, Refusal> {
+    ) -> Result<Option<Agreed<T>>, Refusal> {
         let report = match &attempt {
             Ok(made) => Report::Ready(told(made)),
             failed @ Err(_) => Report::of(failed),

@@ -151,9 +151,11 @@ impl MoeLayer {
         let chunks = self.chunks(world, capacity, brought, stats)?;
         let mut memory = route.on.memory.borrow_mut();
         let Memory { buffers, timers, counts } = &mut *memory;
+        // What devices tell each other is another step's, though hosts agree on this one.
+        let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         for chunk in 0..chunks.num_chunks {
             let (tokens, num_topk) = (chunks.tokens(chunk, brought.num_tokens), brought.num_topk);
-            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step: brought.step };
+            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step };
             world.fault(Stage::Dispatch)?;
             if world.has_fault(Stage::Experts, &Action::Poison) {
                 buffers.poison(gpu)?;

@@ -7,6 +7,7 @@
 //! to.
 
 mod buffers;
+mod echo;
 mod stages;
 
 use std::ops::Range;
@@ -14,6 +15,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 pub use buffers::Buffers;
+pub use echo::Echo;
 pub use stages::{Forms, Stages};
 
 use crate::config::Transport;

@@ -230,6 +230,7 @@ impl Nvlink {
     /// If the driver fails, or ranks that share a GPU see an alarm.
     pub fn hear(&self, world: &World, push: &Push, flag: Flag) -> Result<(), NvlinkError> {
         if self.with(|state| Ok(state.opened.shares_gpus))? {
+            self.options.gpu.count_wait();
             self.wait_for_all(world, STORING)?;
             world.barrier();
         }

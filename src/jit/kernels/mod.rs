@@ -3,6 +3,7 @@
 mod ceilings;
 mod dense;
 pub mod dispatch;
+mod echo;
 pub mod grouped_gemm;
 pub mod nvlink;
 mod probes;
@@ -11,6 +12,7 @@ mod schedule;
 mod topk;
 
 pub use ceilings::{ReadAll, ReadArgs};
+pub use echo::{EchoArgs, EchoKernel};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
@@ -32,7 +34,7 @@ pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
-    let around = around.chain([nvlink::NvlinkKernels.request(arch)]);
+    let around = around.chain([nvlink::NvlinkKernels.request(arch), EchoKernel { hidden: 3584 }.request(arch)]);
     let others = [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch)];
     quantise.into_iter().chain(others.into_iter().flatten()).chain(around).collect()
 }
