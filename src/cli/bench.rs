@@ -1,13 +1,14 @@
 //! `lockstep bench`: the expert computation of one rank, on its cores or its GPU, next to what the machine could do at best;
-//! or what agreement costs all ranks.
+//! what agreement costs all ranks; or what dispatch and combine cost their GPUs.
 //!
-//! Needs no checkpoint: weights and tokens are made up. Knows nothing of routing or dispatch. Only agreement needs MPI.
+//! Needs no checkpoint: weights and tokens are made up. Only what ranks do together needs MPI.
 
 mod agreement;
 mod gpu;
 mod gpu_report;
 mod report;
 mod rows;
+mod travel;
 mod work;
 
 use std::fmt::Display;
@@ -29,6 +30,7 @@ pub use gpu_report::{GpuCeilings, GpuReport, GpuRow};
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
 pub use rows::RowForm;
+pub use travel::TravelArgs;
 use work::{Machine, Noise, Work, pack};
 
 /// Measurements on CPUs, unless asked for otherwise.
@@ -89,6 +91,9 @@ pub struct BenchArgs {
     /// Prints one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
+    /// What --travel times.
+    #[command(flatten)]
+    pub travel: TravelArgs,
 }
 
 /// Models whose experts can be timed.
@@ -183,6 +188,12 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
         return match args.repeats.unwrap_or(REPEATS) {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
             repeats => agreement::command(repeats, args.json, env),
+        };
+    }
+    if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
+        return match args.repeats.unwrap_or(REPEATS) {
+            0 => Err(BenchError::Zero { option: "--repeats" }.into()),
+            repeats => travel::command(&args.travel, (geometry, &args.rows, repeats), args.json, env),
         };
     }
     let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);

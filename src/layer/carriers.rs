@@ -16,13 +16,10 @@ use crate::exit::{Classify, Exit};
 use crate::fault::{Injected, Stage};
 use crate::gpu::Gpu;
 use crate::nccl::NcclError;
-use crate::select::Selection;
 use crate::world::{Phase, Refusal, World};
 
-use super::session::SessionOptions;
-
 /// The ways between a session's GPUs. Layers share them; hosts need none.
-pub(super) struct Carriers {
+pub(crate) struct Carriers {
     staged: Option<Way>,
     nccl: Option<Way>,
     nvlink: Option<Way>,
@@ -30,8 +27,15 @@ pub(super) struct Carriers {
 
 /// What ways are built from.
 #[derive(Clone, Copy)]
-pub(super) struct Needs<'a> {
-    pub options: &'a SessionOptions<'a>,
+pub(crate) struct Needs<'a> {
+    /// What was asked for: by name, or the best that every rank can build.
+    pub asked: Transport,
+    /// How long ranks wait for each other as they build.
+    pub start_limit: Duration,
+    /// How long a step waits.
+    pub step_limit: Duration,
+    /// NCCL, or the directory that it lies in; absent: where the loader finds it.
+    pub nccl: Option<&'a str>,
     /// This rank's GPU, where it drives one.
     pub gpu: Option<&'a Gpu>,
     /// Room that other ranks need here.
@@ -62,23 +66,21 @@ impl Classify for AttemptError {
 }
 
 impl Carriers {
-    /// Builds what the selection names, and what stands in for it; collective.
+    /// Builds what layers want, and what stands in for it; collective.
     ///
     /// What follows from a rank's report of an attempt, follows on every rank.
     ///
     /// # Errors
     /// The same on all ranks: if one could not build what was asked for by name.
-    pub fn build(world: &World, needs: &Needs<'_>, selection: &Selection) -> Result<Self, Refusal> {
+    pub fn build(world: &World, needs: &Needs<'_>, wanted: &[Transport]) -> Result<Self, Refusal> {
         let Some(gpu) = needs.gpu else { return Ok(Self { staged: None, nccl: None, nvlink: None }) };
         let staged = Some(Way::Carried(Rc::new(world.agree(Staged::new(gpu))?)));
-        let is_wanted = |transport| selection.layers.iter().any(|selected| selected.transport == transport);
-        let timeouts = &needs.options.deployment.timeouts;
-        let limit = Duration::from_secs(timeouts.start_s);
+        let Needs { asked, start_limit: limit, .. } = *needs;
         world.enter(Phase { name: "start", limit, key: "timeouts.start_s" });
-        let attempts = Attempts { world, asked: needs.options.deployment.dispatch.transport, limit };
-        let wants_nvlink = is_wanted(Transport::Nvlink);
+        let attempts = Attempts { world, asked, limit };
+        let wants_nvlink = wanted.contains(&Transport::Nvlink);
         let nvlink = if wants_nvlink { attempts.nvlink(needs, gpu)? } else { None };
-        let wants_nccl = is_wanted(Transport::Nccl) || (wants_nvlink && nvlink.is_none());
+        let wants_nccl = wanted.contains(&Transport::Nccl) || (wants_nvlink && nvlink.is_none());
         let nccl = if wants_nccl { attempts.nccl(needs, gpu)? } else { None };
         Ok(Self { staged, nccl, nvlink })
     }
@@ -120,7 +122,7 @@ impl Attempts<'_> {
         let Self { world, limit, .. } = *self;
         let prepare = || -> Result<nccl::Prepared, AttemptError> {
             world.fault(Stage::Transport)?;
-            let options = NcclOptions { gpu: gpu.clone(), library: needs.options.nccl.clone() };
+            let options = NcclOptions { gpu: gpu.clone(), library: needs.nccl.map(str::to_owned) };
             Ok(nccl::Prepared::new(world, &options)?)
         };
         let Some((prepared, told)) = self.settle(Transport::Nccl, prepare(), nccl::Prepared::told, |_| {})? else {
@@ -150,8 +152,7 @@ impl Attempts<'_> {
         let rooms = rooms.fold(Rooms::default(), Rooms::max);
         let prepare = || -> Result<nvlink::Prepared, AttemptError> {
             world.fault(Stage::Transport)?;
-            let step_limit = Duration::from_secs(needs.options.deployment.timeouts.step_s);
-            let num_local_experts = needs.num_local_experts;
+            let Needs { step_limit, num_local_experts, .. } = *needs;
             let options = NvlinkOptions { gpu: gpu.clone(), rooms, num_local_experts, step_limit };
             Ok(nvlink::Prepared::new(world, options)?)
         };

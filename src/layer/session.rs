@@ -122,12 +122,16 @@ impl Session {
         let (gpu, backends) = world.agree(build_backends(world, &selected, options, &kernels))?;
         world.agree(check_memory(world, (options, gpu.as_ref()), &buffers, tokens_at_once))?;
         let needs = Needs {
-            options,
+            asked: deployment.dispatch.transport,
+            start_limit: Duration::from_secs(timeouts.start_s),
+            step_limit: Duration::from_secs(timeouts.step_s),
+            nccl: options.nccl.as_deref(),
             gpu: gpu.as_ref(),
             rooms: rooms(world, &geometry, &plans, tokens_at_once),
             num_local_experts: placement.local_experts(Rank(0)).len(),
         };
-        let carriers = Carriers::build(world, &needs, &selected.selection)?;
+        let wanted: Vec<Transport> = selected.selection.layers.iter().map(|layer| layer.transport).collect();
+        let carriers = Carriers::build(world, &needs, &wanted)?;
         world.enter(load);
         let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
         let dense = gpu.as_ref().filter(|_| kernels::routes_on_device(&geometry));

@@ -12,8 +12,8 @@ mod schedule;
 mod topk;
 
 pub use ceilings::{ReadAll, ReadArgs};
-pub use echo::{EchoArgs, EchoKernel};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
+pub use echo::{EchoArgs, EchoKernel};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use quantise::{QuantiseArguments, QuantiseVariant};
 pub use schedule::{BatchSchedules, Chooser, Family};
