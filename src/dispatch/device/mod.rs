@@ -193,6 +193,8 @@ impl DeviceTransport {
         nvlink.exchange_counts(world, &push, &buffers.totals, (placement, per_slot))?;
         self.gpu.move_mark(&mut buffers.counted)?;
         self.stages.pack(buffers, tokens, Some(&push))?;
+        // Hearing needs no count of the host's either.
+        nvlink.hear(world, &push, Flag::Tokens)?;
         self.gpu.count_wait();
         nvlink.wait(world, "counts of what comes", &buffers.counted)?;
         let sent = SentCounts::new(placement, &buffers.host_totals, (tokens.tokens.len(), num_topk))?;
@@ -201,7 +203,6 @@ impl DeviceTransport {
         let words: Vec<u32> = told.iter().flat_map(|told| told.counts.iter().copied()).collect();
         let received = ReceivedCounts::new(num_local_experts, &words);
         count_pushed(world, [&sent.num_tokens, &received.num_tokens], row_bytes);
-        nvlink.hear(world, &push, Flag::Tokens)?;
         self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
         let home_starts = told.iter().map(|told| told.home_start).collect();
         Ok(DeviceHandle { sent, received, pushed: Some(Pushed { push, home_starts }) })
