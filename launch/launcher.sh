@@ -223,10 +223,64 @@ show_command() {
 # The code by which the launcher itself says that something went wrong, what that is to be, and what it means.
 own_code=none own_exit='' own_message=''
 
+# children_of PID: its children, one a line. Others come and go meanwhile, of which grep complains.
+children_of() { { grep -ls "^PPid:[[:space:]]*$1\$" /proc/[0-9]*/status || true; } | sed 's|/proc/\(.*\)/status|\1|'; }
+
+# silent_peer PID: the address that a process has data under way to and that has not answered for some 20 s, with the kernel
+# having asked 7 times, at intervals that double from 0.2 s, or are 5 s where nothing was under way at first. Nothing where
+# all answer: a host that is merely busy does, because its kernel does.
+silent_peer() {
+    local inodes remote again probes
+    inodes=$(find "/proc/$1/fd" -lname 'socket:*' -printf '%l ' 2>/dev/null || true)
+    while read -r remote again probes; do
+        [ $((16#$again + probes)) -ge 7 ] || continue
+        # IPv4 has its bytes turned around, also inside of IPv6.
+        case $remote in
+        ???????? | 0000000000000000FFFF0000????????)
+            remote=${remote: -8}
+            remote=$((16#${remote:6:2})).$((16#${remote:4:2})).$((16#${remote:2:2})).$((16#${remote:0:2}))
+            ;;
+        esac
+        echo "$remote"
+        break
+    done < <(awk -v inodes="$inodes" 'index(inodes, "[" $10 "]") && $5 !~ /^00000000:/ { sub(":.*", "", $3); print $3, $7, $9 }' \
+        "/proc/$1/net/tcp" "/proc/$1/net/tcp6" 2>/dev/null)
+}
+
+# end_if_cut_off PID: waits for the end of a launcher of ranks on several hosts, and ends it, with 9, once a host does not answer
+# it. Open MPI's mpirun would wait for that host's daemon, until the kernel gives up after a quarter of an hour.
+end_if_cut_off() {
+    local peer='' child idle ranks_left=false
+    # What is waited on for a while: a `sleep` would be left behind when this is ended.
+    exec {idle}<> <(:)
+    while [ -z "$peer" ]; do
+        read -r -t 3 -u "$idle" || true
+        kill -0 "$1" 2>/dev/null || return 0
+        peer=$(silent_peer "$1")
+    done
+    trap '' TERM
+    say "$(basename "$0"): host $({ getent hosts "$peer" || echo "- $peer"; } | { read -r _ name _; echo "$name"; }) does not" \
+        "answer mpirun any more, which was ended; ranks on that host end by themselves"
+    # Ranks have the time to clean up that mpirun gives them. Where it has ended them before, telling it makes it crash.
+    for child in $(children_of "$1"); do
+        [ ! "/proc/$child/exe" -ef "$binary" ] || ranks_left=true
+    done
+    if $ranks_left; then
+        kill -TERM "$1" 2>/dev/null || true
+        read -r -t 3 -u "$idle" || true
+    fi
+    # shellcheck disable=SC2046 # a word each
+    kill -KILL $(children_of "$1") "$1" 2>/dev/null || true
+    # Open MPI 4 keeps these for as long as it runs.
+    rm -rf "${TMPDIR:-/tmp}/ompi.$(uname -n).$(id -u)/pid.$1"
+    rmdir "${TMPDIR:-/tmp}/ompi.$(uname -n).$(id -u)" 2>/dev/null || true
+    return 9
+}
+
 # run_to_end END WORD...: runs the command and ends with its code. Told to end by a signal, it calls `END PID` (and once
 # more for who asks after 10 s), waits until all is over, says so, and ends with 128 and the signal's number.
 run_to_end() {
-    local guard=() code=0 name
+    local guard=() code=0 name watch=''
     end=$1 pid='' told='' told_at=0
     shift
     # shellcheck disable=SC2317 # the traps call it
@@ -250,13 +304,23 @@ run_to_end() {
     env ${settings[@]+"${settings[@]}"} ${guard[@]+"${guard[@]}"} "$@" </dev/null &
     pid=$!
     set +m
+    if ${is_watched:-false}; then
+        end_if_cut_off "$pid" &
+        watch=$!
+    fi
     # Told before there was anything to end.
     [ -z "$told" ] || "$end" "$pid"
     # A signal interrupts the wait.
     while kill -0 "$pid" 2>/dev/null; do
-        wait "$pid" || true
+        # Where the launcher is killed, bash says so.
+        wait "$pid" 2>/dev/null || true
     done
-    wait "$pid" || code=$?
+    wait "$pid" 2>/dev/null || code=$?
+    if [ -n "$watch" ]; then
+        # Not while it ends the launcher.
+        kill -TERM "$watch" 2>/dev/null || true
+        if wait "$watch" 2>/dev/null; then :; elif [ $? = 9 ]; then code=5; fi
+    fi
     if [ "$code" = "$own_code" ]; then
         say "$(basename "$0"): error: $own_message"
         code=$own_exit

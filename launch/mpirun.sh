@@ -89,10 +89,10 @@ else
     # ORTE_ERR_COMM_FAILURE
     # shellcheck disable=SC2034 # run_to_end reads them
     own_code=205 own_exit=5 own_message='a host could not be reached any more, and the ranks were ended; see what became of it'
-    # A host that is cut off is noticed by its silence, which Open MPI 4 would wait 8 minutes for. It is looked for while there
-    # is nothing to send: a wait of the ranks' own has to be longer, or mpirun's word to that host is in the way.
-    if [ "$kind" != openmpi5 ] && is_on_several_hosts; then
-        settings+=(OMPI_MCA_oob_tcp_keepalive_time=5 OMPI_MCA_oob_tcp_keepalive_intvl=2 OMPI_MCA_oob_tcp_keepalive_probes=5)
+    # Ranks notice a host that is cut off by themselves, and say which. Where they can't, because it is mpirun's own host, this
+    # does; Open MPI 4 would wait 8 minutes.
+    if [ "$kind" != openmpi5 ] && ! $is_here; then
+        settings+=(OMPI_MCA_oob_tcp_keepalive_time=10 OMPI_MCA_oob_tcp_keepalive_intvl=5 OMPI_MCA_oob_tcp_keepalive_probes=6)
     fi
 fi
 choose_cache
@@ -113,6 +113,8 @@ if $dry_run; then
     exit 0
 fi
 
+# shellcheck disable=SC2034 # run_to_end reads it
+$is_here || is_watched=true
 # mpirun ends its ranks when it is told to, but itself with 1; told twice, it leaves without waiting for them.
 # shellcheck disable=SC2317 # run_to_end calls it
 end_ranks() { kill -TERM "$1" 2>/dev/null || true; }

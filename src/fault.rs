@@ -32,6 +32,8 @@ pub enum Stage {
     Join,
     /// Before a chunk is dispatched.
     Dispatch,
+    /// In two levels, before tokens that came to a node are passed on in it.
+    Forward,
     /// Before a chunk's rows are computed.
     Experts,
     /// Before a chunk's rows go home.
@@ -111,7 +113,7 @@ impl Classify for Injected {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
     "LOCKSTEP_FAULT={text:?} is not RANK:STAGE:ACTION with a stage of init, start, load, compile, tune, transport, join, \
-     dispatch, experts, combine, write, publish and an action of panic, panic_thread, error, kill, segv, hang, \
+     dispatch, forward, experts, combine, write, publish and an action of panic, panic_thread, error, kill, segv, hang, \
      delay=SECONDS, round_bytes=N, host=NAME, library=NAME,VERSION, gpu=CAPABILITY,NAME, tactic_time=N,PERCENT, \
      tactic_fails=N|all, tactic=N, drift, poison, stale; correct or unset it"
 )]
@@ -125,7 +127,7 @@ impl Classify for FaultError {
     }
 }
 
-const STAGES: [(&str, Stage); 12] = [
+const STAGES: [(&str, Stage); 13] = [
     ("init", Stage::Init),
     ("start", Stage::Start),
     ("load", Stage::Load),
@@ -134,6 +136,7 @@ const STAGES: [(&str, Stage); 12] = [
     ("transport", Stage::Transport),
     ("join", Stage::Join),
     ("dispatch", Stage::Dispatch),
+    ("forward", Stage::Forward),
     ("experts", Stage::Experts),
     ("combine", Stage::Combine),
     ("write", Stage::Write),

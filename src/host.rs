@@ -1,7 +1,8 @@
-//! Facts about this process and host that Linux tells: memory, the GPU driver, how MPI can be started. Reads `/proc`, and tries
-//! whether a directory can be written.
+//! Facts about this process and host that Linux tells: memory, addresses, the GPU driver, how MPI can be started. Reads `/proc`,
+//! and tries whether a directory can be written.
 
 use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
 /// The largest resident set of this process so far, in bytes; absent where `/proc` doesn't say.
@@ -44,6 +45,42 @@ pub fn open_mpi_speaks_pmi() -> Option<bool> {
     })
 }
 
+/// Number and name of the process that started this one; absent where `/proc` doesn't say.
+#[must_use]
+pub fn parent() -> Option<(i32, String)> {
+    let pid = i32::try_from(std::os::unix::process::parent_id()).ok()?;
+    Some((pid, fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned()))
+}
+
+/// Addresses by which other hosts may reach this one; none where `/proc` doesn't say.
+#[must_use]
+pub fn addresses() -> Vec<IpAddr> {
+    let read = |name: &str| fs::read_to_string(format!("/proc/self/net/{name}")).unwrap_or_default();
+    ipv4_addresses(&read("fib_trie")).into_iter().chain(ipv6_addresses(&read("if_inet6"))).collect()
+}
+
+/// Of the routes the leaves that are this host's own: a line `|-- 10.77.0.1`, and `/32 host LOCAL` below it.
+fn ipv4_addresses(routes: &str) -> Vec<IpAddr> {
+    let lines = routes.lines().zip(routes.lines().skip(1)).filter(|(_, below)| below.trim() == "/32 host LOCAL");
+    let leaves = lines.filter_map(|(line, _)| line.trim().strip_prefix("|-- ")?.parse::<Ipv4Addr>().ok());
+    let mut addresses: Vec<IpAddr> = leaves.filter(|address| !address.is_loopback()).map(IpAddr::from).collect();
+    // They stand in the main table and in that of local routes.
+    addresses.sort_unstable();
+    addresses.dedup();
+    addresses
+}
+
+/// Lines of an address in 32 hexadecimal digits, its interface, the length of its network, its scope (00: everywhere), flags,
+/// and the interface's name.
+fn ipv6_addresses(interfaces: &str) -> Vec<IpAddr> {
+    let address = |line: &str| {
+        let mut words = line.split_whitespace();
+        let bits = u128::from_str_radix(words.next()?, 16).ok()?;
+        (words.nth(2)? == "00").then(|| Ipv6Addr::from_bits(bits).into())
+    };
+    interfaces.lines().filter_map(address).collect()
+}
+
 /// Plug-ins `mca_pmix_s1.so` and `mca_pmix_s2.so` stand for PMI-1 and PMI-2. Where there is none for PMIx at all, they are
 /// inside the library.
 fn speaks_pmi(plugins: &[String]) -> Option<bool> {
@@ -82,6 +119,19 @@ mod tests {
         assert_eq!(of(&["mca_ess_pmi.so", "mca_pmix_ext3x.so", "mca_pmix_isolated.so"]), Some(false));
         assert_eq!(of(&["mca_pmix_ext3x.so", "mca_pmix_s2.so"]), Some(true));
         assert_eq!(of(&["mca_ess_pmi.so"]), None, "a build without plug-ins");
+    }
+
+    #[test]
+    fn finds_the_addresses_of_this_host() {
+        let routes = "Main:\n  +-- 10.77.0.0/24 2 0 2\n     |-- 10.77.0.0\n        /24 link UNICAST\n     |-- 10.77.0.1\n        \
+                      /32 host LOCAL\n     |-- 127.0.0.1\n        /32 host LOCAL\nLocal:\n     |-- 10.77.0.1\n        \
+                      /32 host LOCAL\n";
+        assert_eq!(ipv4_addresses(routes), ["10.77.0.1".parse::<IpAddr>().unwrap()]);
+        let interfaces = "00000000000000000000000000000001 01 80 10 80       lo\n\
+                          fe8000000000000000fc00fffe000001 04 40 20 80     eth0\n\
+                          fd000000000000000000000000000002 04 40 00 82     eth0\n";
+        assert_eq!(ipv6_addresses(interfaces), ["fd00::2".parse::<IpAddr>().unwrap()]);
+        assert!(parent().is_some_and(|(pid, name)| pid > 0 && !name.is_empty()), "a test runner has started this");
     }
 
     #[test]

@@ -48,9 +48,23 @@ fn g2_no_visible_gpu_and_a_driver_that_does_not_start() {
     says(&warmup(Some(&broken)), &["does not start", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "a stand-in's error"]);
 }
 
+/// What tests on GPUs put before the machine's driver, here before a stand-in.
+#[test]
+fn a_driver_that_answers_otherwise_in_one_function() {
+    let own = Driver::new(&["DEVICES=2", "INIT=0", "MAJOR=9"], None);
+    let functions = "int cuDeviceGetAttribute(int *value, int attribute, int device) {
+        int (*own)(int *, int, int) = real(\"cuDeviceGetAttribute\");
+        return attribute == 75 ? (*value = 7, 0) : own(value, attribute, device);
+    }";
+    says(
+        &warmup(Some(&Driver::in_front_of(&own.dir().join("libcuda.so.1"), functions))),
+        &["Stand-in GPU has compute capability 7.0"],
+    );
+}
+
 #[test]
 fn visible_gpus_say_what_is_compiled_for() {
-    says(&warmup(Some(&Driver::new(&["DEVICES=2", "INIT=0", "MAJOR=9"], None))), &["quantise for sm_90a", "/nowhere"]);
+    says(&warmup(Some(&Driver::new(&["DEVICES=2", "INIT=0", "MAJOR=9"], None))), &["for sm_90a", "/nowhere"]);
     says(
         &warmup(Some(&Driver::new(&["DEVICES=2", "INIT=0", "MAJOR=7"], None))),
         &["Stand-in GPU has compute capability 7.0", "--arch"],

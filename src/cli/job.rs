@@ -8,10 +8,10 @@ use crate::config::Deployment;
 use crate::exit::{Classify, Exit, Known};
 use crate::ids::LayerIdx;
 use crate::layer::{JitOptions, LayerError, LayerInput, LayerOutput, LayerStats, Part, Session, SessionOptions};
-use crate::report::{LayerOutcome, RunReport, Trace};
+use crate::report::{LayerOutcome, LinkBytes, RunReport, Trace};
 use crate::routing::{RoutingError, TopK};
 use crate::select::Environment;
-use crate::world::{Phase, Refusal, World};
+use crate::world::{Cargo, Phase, Refusal, World};
 
 use super::options::WorkArgs;
 use super::progress::Progress;
@@ -262,7 +262,9 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
         let first_expert = layer.travel().placement.local_experts(world.rank()).start;
         report.add_layer(layer.decision().layer, first_expert, &done.stats, done.outcome);
     }
-    report.bytes_to = world.carried_to();
+    let carried = [Cargo::Tokens, Cargo::Rows].map(|cargo| world.carried_to(cargo));
+    report.links = LinkBytes::new(session.nodes(), world.rank(), &carried);
+    report.bytes_to = carried[0].iter().zip(&carried[1]).map(|(tokens, rows)| tokens + rows).collect();
     let of_peer = |(rank, bytes): (usize, &u64)| if rank == world.rank().index() { 0 } else { *bytes };
     report.dispatch_bytes_sent = report.bytes_to.iter().enumerate().map(of_peer).sum();
     report.step_collectives = moved.collectives;

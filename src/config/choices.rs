@@ -3,7 +3,8 @@
 use std::fmt;
 
 use super::{
-    Activations, BackendFamily, CacheLayout, Combine, CombineDtype, Device, LogFormat, Payload, Transport, Tuning,
+    Activations, BackendFamily, CacheLayout, Combine, CombineDtype, Device, Levels, LogFormat, Payload, Transport,
+    Tuning,
 };
 
 /// A key's value that is one of a few words.
@@ -67,6 +68,7 @@ choices! {
     Tuning { "off" => Off, "on" => On }
     Combine { "auto" => Auto, "slot" => Slot, "rank" => Rank }
     Transport { "auto" => Auto, "host" => Host, "nccl" => Nccl, "nvlink" => Nvlink }
+    Levels { "auto" => Auto, "one" => One, "two" => Two }
     Payload { "auto" => Auto, "f32" => F32, "bf16" => Bf16, "nvfp4" => Nvfp4 }
     CombineDtype { "auto" => Auto, "f32" => F32, "bf16" => Bf16 }
     CacheLayout { "per-rank" => PerRank, "flat" => Flat }

@@ -6,7 +6,7 @@
 use super::scalar::{Scalar, ScalarError};
 use super::{
     Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, Deployment, Device, Dispatch, Jit,
-    Links, Log, LogFormat, Moe, Payload, Timeouts, Transport, Tuning,
+    Levels, Links, Log, LogFormat, Moe, Payload, Timeouts, Transport, Tuning,
 };
 use crate::near::{nearest, normalised};
 use crate::numerics::activation::Activation;
@@ -70,7 +70,13 @@ impl Default for Deployment {
     fn default() -> Self {
         Self {
             name: "laptop".to_owned(),
-            cluster: Cluster { nodes: 1, ranks_per_node: None, device: Device::Cpu, share_gpus: false },
+            cluster: Cluster {
+                nodes: 1,
+                ranks_per_node: None,
+                device: Device::Cpu,
+                share_gpus: false,
+                scale_up_ranks: None,
+            },
             links: Links::default(),
             moe: Moe {
                 backend: BackendFamily::Auto,
@@ -84,6 +90,7 @@ impl Default for Deployment {
             },
             dispatch: Dispatch {
                 transport: Transport::Auto,
+                levels: Levels::Auto,
                 payload: Payload::Auto,
                 num_max_tokens_per_rank: 8192,
                 chunk_tokens: None,
@@ -126,6 +133,7 @@ keys! {
     "cluster.ranks_per_node": cluster.ranks_per_node = |s| s.or_null(|s| s.count(1)), |v| or_null(v.as_ref());
     "cluster.device": cluster.device = |s| s.choice(), |v| v.name().to_owned();
     "cluster.share_gpus": cluster.share_gpus = |s| s.boolean(), |v| v.to_string();
+    "cluster.scale_up_ranks": cluster.scale_up_ranks = |s| s.or_null(|s| s.count(1)), |v| or_null(v.as_ref());
     "links.scale_up_gbyte_per_s": links.scale_up_gbyte_per_s = |s| s.or_null(Scalar::rate), |v| number(*v);
     "links.scale_out_gbyte_per_s": links.scale_out_gbyte_per_s = |s| s.or_null(Scalar::rate), |v| number(*v);
     "links.memory_gbyte_per_s": links.memory_gbyte_per_s = |s| s.or_null(Scalar::rate), |v| number(*v);
@@ -139,6 +147,7 @@ keys! {
     "moe.batch_invariant": moe.batch_invariant = |s| s.boolean(), |v| v.to_string();
     "moe.tuning": moe.tuning = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.transport": dispatch.transport = |s| s.choice(), |v| v.name().to_owned();
+    "dispatch.levels": dispatch.levels = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.payload": dispatch.payload = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.num_max_tokens_per_rank": dispatch.num_max_tokens_per_rank = |s| s.count(1), |v| v.to_string();
     "dispatch.chunk_tokens": dispatch.chunk_tokens = |s| s.or_null(|s| s.count(1)), |v| or_null(v.as_ref());

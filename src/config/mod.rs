@@ -61,6 +61,8 @@ pub struct Cluster {
     pub device: Device,
     /// Several ranks may drive one GPU: for tests, where ranks are more than GPUs.
     pub share_gpus: bool,
+    /// Ranks in a row that stand for a node, whatever hosts they are on; absent: the ranks of a host.
+    pub scale_up_ranks: Option<u32>,
 }
 
 /// What a rank drives.
@@ -161,6 +163,8 @@ pub enum Tuning {
 pub struct Dispatch {
     /// What carries them.
     pub transport: Transport,
+    /// Where they go once.
+    pub levels: Levels,
     /// The form of a travelling token.
     pub payload: Payload,
     /// Tokens of a rank that buffers are planned for.
@@ -182,6 +186,17 @@ pub enum Transport {
     Nccl,
     /// Stores into the memory of the other ranks' GPUs.
     Nvlink,
+}
+
+/// Where a token goes once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Levels {
+    /// To each node where there are several with several ranks and what runs can pass tokens on; else to each rank.
+    Auto,
+    /// To each rank that hosts one of its experts.
+    One,
+    /// To each node, whose ranks pass it on to each other.
+    Two,
 }
 
 /// The form of a travelling token.

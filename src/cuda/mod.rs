@@ -19,7 +19,7 @@ mod pinned;
 mod probe;
 mod stream;
 
-pub use buffer::{DeviceBuffer, poison_fresh_memory};
+pub use buffer::{DeviceBuffer, held_bytes, poison_fresh_memory};
 pub use device::{Device, MemoryInfo};
 pub use error::CudaError;
 pub use graph::Graph;

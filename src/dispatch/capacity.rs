@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::config;
+use crate::dispatch::nodes::Nodes;
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 
@@ -177,14 +178,38 @@ pub struct BufferSizes {
     pub return_bytes: usize,
     /// Whether each slot's row comes back by itself.
     pub per_slot: bool,
+    /// What the rank passes on to others, where tokens go in two levels.
+    pub forwards: Option<ForwardSizes>,
+}
+
+/// What of the nodes decides the buffers of a rank that passes tokens on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForwardSizes {
+    /// Nodes of the world.
+    pub num_nodes: usize,
+    /// Ranks of this node.
+    pub num_peers: usize,
+    /// Ranks whose tokens this one passes on, itself included.
+    pub num_sources: usize,
+}
+
+impl ForwardSizes {
+    /// Of `rank`.
+    #[must_use]
+    pub fn new(nodes: &Nodes, rank: Rank) -> Self {
+        Self { num_nodes: nodes.num_nodes(), num_peers: nodes.peers(rank).len(), num_sources: nodes.num_sources(rank) }
+    }
 }
 
 /// Bytes of a rank's dispatch buffers when `tokens_at_once` tokens of every rank travel, at worst: every token reaches
 /// every rank, and as many of its slots as the rank has experts (at most `num_topk`) are here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct BufferPlan {
-    /// Tokens leaving: `tokens * min(ranks, topk) * token_bytes`.
+    /// Tokens leaving: `tokens * min(ranks, topk) * token_bytes`, in two levels with nodes for ranks.
     pub send_bytes: u64,
+    /// In two levels, tokens that came to be passed on, and those that are:
+    /// `tokens * sources * (1 + min(ranks of the node, topk)) * token_bytes`.
+    pub forward_bytes: u64,
     /// Tokens arriving: `tokens * ranks * token_bytes`.
     pub receive_bytes: u64,
     /// Their f32 values: `tokens * ranks * hidden * 4`.
@@ -206,8 +231,13 @@ impl BufferPlan {
         let home_rows =
             tokens * if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) } as u64;
         let back_rows = if sizes.per_slot { rows } else { received };
+        let num_destinations = sizes.forwards.map_or(sizes.num_ranks, |forwards| forwards.num_nodes);
+        let passed_on = |ForwardSizes { num_peers, num_sources, .. }| {
+            tokens * num_sources as u64 * (1 + sizes.num_topk.min(num_peers) as u64) * sizes.token_bytes as u64
+        };
         Self {
-            send_bytes: tokens * sizes.num_topk.min(sizes.num_ranks) as u64 * sizes.token_bytes as u64,
+            send_bytes: tokens * sizes.num_topk.min(num_destinations) as u64 * sizes.token_bytes as u64,
+            forward_bytes: sizes.forwards.map_or(0, passed_on),
             receive_bytes: received * sizes.token_bytes as u64,
             token_values_bytes: received * sizes.hidden as u64 * 4,
             rows_bytes: rows * (sizes.intermediate + sizes.hidden) as u64 * 4,
@@ -218,7 +248,12 @@ impl BufferPlan {
     /// All of it.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
-        self.send_bytes + self.receive_bytes + self.token_values_bytes + self.rows_bytes + self.return_bytes
+        self.send_bytes
+            + self.forward_bytes
+            + self.receive_bytes
+            + self.token_values_bytes
+            + self.rows_bytes
+            + self.return_bytes
     }
 }
 
@@ -239,6 +274,7 @@ mod tests {
             token_bytes: 7168 * 2 + 8 * num_topk,
             return_bytes: 7168 * 4,
             per_slot: false,
+            forwards: None,
         }
     }
 
@@ -260,6 +296,24 @@ mod tests {
         assert_eq!(plan(8, 1).receive_bytes, 896 * MIB + ids / 8);
         assert_eq!(plan(2, 8).receive_bytes * 4, plan(8, 8).receive_bytes);
         assert!(plan(64, 8).total_bytes() < 9 * plan(8, 8).total_bytes());
+    }
+
+    /// A rank passes on for one rank of each node: that takes as much again as it receives, and no more with more ranks a node.
+    #[test]
+    fn case_j3_what_is_passed_on_grows_with_nodes() {
+        let plan = |num_nodes, ranks_per_node| {
+            let nodes = Nodes::blocks(num_nodes * ranks_per_node, ranks_per_node);
+            let forwards = Some(ForwardSizes::new(&nodes, Rank(1)));
+            BufferPlan::new(&BufferSizes { forwards, ..sizes(nodes.num_ranks(), 8) }, 8192)
+        };
+        let token_bytes = (7168 * 2 + 8 * 8) as u64;
+        assert_eq!(plan(2, 8).forward_bytes, 8192 * 2 * (1 + 8) * token_bytes);
+        assert_eq!(plan(2, 8).send_bytes, 8192 * 2 * token_bytes);
+        assert_eq!(plan(4, 8).forward_bytes, 2 * plan(2, 8).forward_bytes);
+        assert_eq!(plan(2, 16).forward_bytes, plan(2, 8).forward_bytes);
+        let in_one_level = BufferPlan::new(&sizes(16, 8), 8192);
+        assert_eq!((in_one_level.forward_bytes, in_one_level.receive_bytes), (0, plan(2, 8).receive_bytes));
+        assert_eq!(in_one_level.send_bytes, 8192 * 8 * token_bytes);
     }
 
     proptest! {

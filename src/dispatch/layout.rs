@@ -106,12 +106,17 @@ impl TokenLayout {
     /// Writes one token; `slots` yields its local expert id and weight in slot order.
     pub fn encode(&self, values: &[f32], slots: impl Iterator<Item = (i32, f32)>, row: &mut [u8]) -> QuantCounts {
         let counts = self.payload.encode(values, &mut row[..self.payload.bytes(self.hidden)]);
+        self.encode_slots(slots, row);
+        counts
+    }
+
+    /// Writes the ids and weights of a token whose values are there.
+    pub fn encode_slots(&self, slots: impl Iterator<Item = (i32, f32)>, row: &mut [u8]) {
         for (slot, (local_idx, weight)) in slots.enumerate() {
             let (idx_at, weight_at) = (self.idx_at() + 4 * slot, self.weights_at() + 4 * slot);
             row[idx_at..idx_at + 4].copy_from_slice(&local_idx.to_le_bytes());
             row[weight_at..weight_at + 4].copy_from_slice(&weight.to_le_bytes());
         }
-        counts
     }
 
     /// Reads a token's values; NVFP4 without the global scale.

@@ -4,7 +4,7 @@
 //! token, slot), so that their bits and their order do not depend on the number of ranks.
 
 use crate::dispatch::placement::Placement;
-use crate::ids::ExpertIdx;
+use crate::ids::{ExpertIdx, Rank};
 
 /// Marks a slot that is masked, or not hosted by the rank that reads it.
 pub const NOT_HERE: i32 = -1;
@@ -54,16 +54,22 @@ pub struct DispatchPlan {
 }
 
 impl DispatchPlan {
-    /// Plans the dispatch of `slots`.
+    /// Plans the dispatch of `slots` to the ranks that own their experts.
     #[must_use]
     pub fn new(placement: Placement, slots: Slots<'_>) -> Self {
-        let mut by_rank: Vec<Vec<u32>> = vec![Vec::new(); placement.num_ranks()];
-        let mut num_slots = vec![0; placement.num_ranks()];
+        Self::by(placement.num_ranks(), slots, |expert| placement.owner(expert).rank)
+    }
+
+    /// Plans the way of `slots` to those of `num_ranks` that `rank_of` names for their experts, whoever owns them.
+    #[must_use]
+    pub fn by(num_ranks: usize, slots: Slots<'_>, rank_of: impl Fn(ExpertIdx) -> Rank) -> Self {
+        let mut by_rank: Vec<Vec<u32>> = vec![Vec::new(); num_ranks];
+        let mut num_slots = vec![0; num_ranks];
         for token in 0..slots.num_tokens() {
             let token_idx = ExpertIdx::from_index(token).0;
             for (expert, _) in slots.of(token) {
                 let Some(expert) = expert else { continue };
-                let rank = placement.owner(expert).rank.index();
+                let rank = rank_of(expert).index();
                 num_slots[rank] += 1;
                 // Tokens come in ascending order, so a token that is already there is the last one.
                 if by_rank[rank].last() != Some(&token_idx) {
@@ -88,6 +94,12 @@ impl DispatchPlan {
     #[must_use]
     pub fn num_tokens_to(&self) -> Vec<usize> {
         self.offsets.windows(2).map(|pair| pair[1] - pair[0]).collect()
+    }
+
+    /// Tokens for ranks other than `rank`.
+    #[must_use]
+    pub fn num_remote(&self, rank: Rank) -> usize {
+        self.tokens.len() - self.tokens_to(rank.index()).len()
     }
 }
 
@@ -149,7 +161,6 @@ impl ComputePlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::Rank;
     use proptest::prelude::*;
 
     fn slots<'a>(num_topk: usize, idx: &'a [i32], weights: &'a [f32]) -> Slots<'a> {

@@ -349,6 +349,7 @@ mod tests {
                 token_bytes: 192,
                 return_bytes: 128,
                 per_slot,
+                forwards: None,
             };
             let (rooms, plan) = (Rooms::new(&sizes, 100), BufferPlan::new(&sizes, 100));
             assert_eq!((rooms.room_bytes * num_ranks) as u64, plan.receive_bytes);

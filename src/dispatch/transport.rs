@@ -7,12 +7,20 @@ use std::time::Instant;
 use crate::dispatch::capacity::{Capacity, CapacityError, Chunks};
 use crate::dispatch::combine::{self, CombineMode};
 use crate::dispatch::layout::TokenLayout;
+use crate::dispatch::nodes::Nodes;
 use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
 use crate::dispatch::travel::Travel;
+use crate::dispatch::two_level::{ArrivalPlan, TwoLevelPlan};
 use crate::exit::{Classify, Exit};
-use crate::ids::{LayerIdx, Rank};
+use crate::ids::{ExpertIdx, LayerIdx, Rank};
 use crate::numerics::nvfp4::QuantCounts;
-use crate::world::{Group, Parts, World};
+use crate::world::{Cargo, Group, Parts, World};
+
+mod forward;
+
+pub use forward::{ChunkTag, ForwardError};
+
+use forward::slots_for;
 
 /// Errors of a step's exchange, equal on all ranks.
 #[derive(Debug, thiserror::Error)]
@@ -88,7 +96,12 @@ pub fn exchange_sizes(
 
 /// Carries the tokens of one layer.
 #[derive(Debug, Clone, Copy)]
-pub struct TokenTransport(pub Travel);
+pub struct TokenTransport<'a> {
+    /// How they travel.
+    pub travel: Travel,
+    /// The nodes, where tokens go in two levels.
+    pub nodes: Option<&'a Nodes>,
+}
 
 /// What arrived, and all that combine needs to send it back.
 #[derive(Debug)]
@@ -108,27 +121,63 @@ pub struct Handle {
     pub num_sent_remote: u64,
 }
 
-impl TokenTransport {
+/// What came to a rank.
+struct Came {
+    /// Tokens as they came.
+    bytes: Vec<u8>,
+    /// `[num_ranks]` tokens of each source.
+    num_received: Vec<usize>,
+    /// Where each source's are; absent: in rank order.
+    arrival: Option<ArrivalPlan>,
+    sent_quant: QuantCounts,
+    num_sent_remote: u64,
+}
+
+impl TokenTransport<'_> {
     /// Sends this rank's tokens `[num_tokens, hidden]` to their experts' ranks and receives those that come here;
-    /// collective. `chunk_tokens` bounds every rank's tokens and is equal on all.
-    #[must_use]
-    pub fn dispatch(&self, world: &World, values: &[f32], slots: Slots<'_>, chunk_tokens: usize) -> Handle {
-        let layout = self.0.layout(slots.num_topk);
-        let row_bytes = layout.row_bytes();
-        let plan = DispatchPlan::new(self.0.placement, slots);
-        let num_sent = plan.num_tokens_to();
-        let counts: Vec<u64> = num_sent.iter().map(|&n| n as u64).collect();
-        let num_received: Vec<usize> =
-            world.all_to_all_u64(&counts).iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect();
-        let (bytes, sent_quant) = self.pack(&layout, (&plan, slots), values);
-        let send = Parts { bytes: &bytes, counts: &scaled(&num_sent, row_bytes) };
-        let received = carry(world, send, &scaled(&num_received, row_bytes), chunk_tokens * row_bytes);
-        drop(bytes);
-        let (compute, weights, tokens) = self.unpack(&layout, &received, world.rank());
-        let num_remote: usize =
-            num_sent.iter().enumerate().filter(|&(r, _)| r != world.rank().index()).map(|(_, n)| n).sum();
-        let num_sent_remote = num_remote as u64;
-        Handle { dispatch: plan, num_received, weights, compute, tokens, sent_quant, num_sent_remote }
+    /// collective. `chunk_tokens` bounds every rank's tokens and is, as `tag`, equal on all.
+    ///
+    /// # Errors
+    /// In two levels, if a rank of this node is at another chunk: on all ranks of the node, which then has to end the job.
+    pub fn dispatch(
+        &self,
+        world: &World,
+        (values, slots): (&[f32], Slots<'_>),
+        (tag, chunk_tokens): (ChunkTag, usize),
+    ) -> Result<Handle, ForwardError> {
+        let (placement, rank) = (self.travel.placement, world.rank());
+        let dispatch = DispatchPlan::new(placement, slots);
+        let came = match self.nodes {
+            None => self.go(world, &dispatch, (values, slots), chunk_tokens),
+            Some(nodes) => {
+                let plans = TwoLevelPlan { placement, nodes, rank };
+                self.go_in_two_levels(world, plans, (values, slots), (tag, chunk_tokens))?
+            }
+        };
+        let layout = self.travel.layout(slots.num_topk);
+        let Came { bytes, num_received, arrival, sent_quant, num_sent_remote } = came;
+        let by_source = match &arrival {
+            None => vec![bytes.as_slice()],
+            Some(arrival) => arrival.by_source(&bytes, layout.row_bytes()),
+        };
+        let (compute, weights, tokens) = self.unpack(&layout, &by_source, rank);
+        Ok(Handle { dispatch, num_received, weights, compute, tokens, sent_quant, num_sent_remote })
+    }
+
+    /// Sends tokens straight to their experts' ranks; collective.
+    fn go(
+        &self,
+        world: &World,
+        plan: &DispatchPlan,
+        (values, slots): (&[f32], Slots<'_>),
+        chunk_tokens: usize,
+    ) -> Came {
+        let layout = self.travel.layout(slots.num_topk);
+        let id_of = |rank: usize, expert| self.local_id(rank, expert);
+        let (bytes, sent_quant) = self.pack(&layout, (plan, slots), values, id_of);
+        let (bytes, num_received) = exchange(world, plan, &bytes, (layout.row_bytes(), chunk_tokens));
+        let num_sent_remote = quantity(plan.num_remote(world.rank()));
+        Came { bytes, num_received, arrival: None, sent_quant, num_sent_remote }
     }
 
     /// Sends the computed rows `[num_rows, hidden]` back and adds what comes home into `out` `[num_tokens, hidden]`,
@@ -141,7 +190,7 @@ impl TokenTransport {
         (slots, chunk_tokens): (Slots<'_>, usize),
         out: &mut [f32],
     ) {
-        let Travel { placement, mode, row_form, .. } = self.0;
+        let Travel { placement, mode, row_form, .. } = self.travel;
         let row_bytes = row_form.form.row_bytes(row_form.hidden);
         let (bytes, num_back) = match mode {
             CombineMode::Slot => (combine::return_slots(rows, &handle.compute, row_form), handle.rows_of_sources()),
@@ -152,7 +201,7 @@ impl TokenTransport {
         let max_rows = chunk_tokens * mode.max_rows(slots.num_topk);
         let num_home = scaled(&mode.rows_from(&handle.dispatch), row_bytes);
         let send = Parts { bytes: &bytes, counts: &scaled(&num_back, row_bytes) };
-        let home = carry(world, send, &num_home, max_rows * row_bytes);
+        let home = carry(world, Cargo::Rows, send, &num_home, max_rows * row_bytes);
         let returned: Vec<&[u8]> = runs(&home, &num_home);
         match mode {
             CombineMode::Slot => combine::add_slots(&returned, placement, slots, row_form, out),
@@ -160,44 +209,46 @@ impl TokenTransport {
         }
     }
 
-    /// The bytes of all tokens that leave, by destination.
+    /// The id of `expert` on `rank`, where that hosts it.
+    fn local_id(&self, rank: usize, expert: ExpertIdx) -> Option<u32> {
+        let owner = self.travel.placement.owner(expert);
+        (owner.rank.index() == rank).then_some(owner.local_idx)
+    }
+
+    /// The bytes of all tokens that leave, by destination; `id_of` gives an expert's id there, if it is there.
     fn pack(
         &self,
         layout: &TokenLayout,
         (plan, slots): (&DispatchPlan, Slots<'_>),
         values: &[f32],
+        id_of: impl Fn(usize, ExpertIdx) -> Option<u32>,
     ) -> (Vec<u8>, QuantCounts) {
         let hidden = layout.hidden;
         let mut bytes = vec![0; plan.tokens.len() * layout.row_bytes()];
         let mut quant = QuantCounts::default();
         let mut rows = bytes.chunks_exact_mut(layout.row_bytes());
-        for rank in 0..self.0.placement.num_ranks() {
+        for rank in 0..self.travel.placement.num_ranks() {
             for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
                 let token = token as usize;
-                let here = slots.of(token).map(|(expert, weight)| match expert.map(|e| self.0.placement.owner(e)) {
-                    Some(owner) if owner.rank.index() == rank => {
-                        (i32::try_from(owner.local_idx).unwrap_or(NOT_HERE), weight)
-                    }
-                    _ => (NOT_HERE, 0.0),
-                });
-                quant += layout.encode(&values[token * hidden..][..hidden], here, row);
+                let there = slots_for(slots, token, |expert| id_of(rank, expert));
+                quant += layout.encode(&values[token * hidden..][..hidden], there, row);
             }
         }
         (bytes, quant)
     }
 
-    /// Rows to compute, their weights in return order, and the tokens' values.
-    fn unpack(&self, layout: &TokenLayout, received: &[u8], rank: Rank) -> (ComputePlan, Vec<f32>, Vec<f32>) {
+    /// Rows to compute, their weights in return order, and the tokens' values, of runs in the order of their sources.
+    fn unpack(&self, layout: &TokenLayout, received: &[&[u8]], rank: Rank) -> (ComputePlan, Vec<f32>, Vec<f32>) {
         let TokenLayout { hidden, num_topk, .. } = *layout;
-        let rows = || received.chunks_exact(layout.row_bytes());
-        let mut tokens = vec![0f32; rows().len() * hidden];
+        let rows = || received.iter().flat_map(|run| run.chunks_exact(layout.row_bytes()));
+        let mut tokens = vec![0f32; rows().count() * hidden];
         for (row, values) in rows().zip(tokens.chunks_exact_mut(hidden)) {
             layout.decode_values(row, values);
         }
         let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
         let slot_weights = rows().flat_map(|row| layout.weights(row));
         let weights = local_idx.iter().zip(slot_weights).filter(|(id, _)| **id != NOT_HERE).map(|(_, w)| w).collect();
-        let num_local_experts = self.0.placement.local_experts(rank).len();
+        let num_local_experts = self.travel.placement.local_experts(rank).len();
         (ComputePlan::new(num_local_experts, num_topk, &local_idx), weights, tokens)
     }
 }
@@ -223,14 +274,34 @@ impl Handle {
     }
 }
 
+/// Sizes, then the packed tokens of `plan`; what came, and how many from each rank; collective.
+fn exchange(
+    world: &World,
+    plan: &DispatchPlan,
+    bytes: &[u8],
+    (row_bytes, chunk_tokens): (usize, usize),
+) -> (Vec<u8>, Vec<usize>) {
+    let num_sent = plan.num_tokens_to();
+    let counts: Vec<u64> = num_sent.iter().map(|&n| quantity(n)).collect();
+    let num_received: Vec<usize> =
+        world.all_to_all_u64(&counts).iter().map(|&n| usize::try_from(n).unwrap_or(usize::MAX)).collect();
+    let send = Parts { bytes, counts: &scaled(&num_sent, row_bytes) };
+    let num_coming = scaled(&num_received, row_bytes);
+    (carry(world, Cargo::Tokens, send, &num_coming, chunk_tokens * row_bytes), num_received)
+}
+
 /// The bytes of all ranks to where they belong, timed for the log.
-fn carry(world: &World, send: Parts<'_>, recv_counts: &[usize], max_run_bytes: usize) -> Vec<u8> {
+fn carry(world: &World, cargo: Cargo, send: Parts<'_>, recv_counts: &[usize], max_run_bytes: usize) -> Vec<u8> {
     let (begin, before) = (Instant::now(), world.exchanged().sent_bytes);
     let received = world.all_to_all_bytes(send, recv_counts, max_run_bytes);
-    world.count_carried_to(send.counts);
+    world.count_carried_to(cargo, send.counts);
     let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
     tracing::debug!(carrier = "host", sent_bytes, us, "carried");
     received
+}
+
+fn quantity(count: usize) -> u64 {
+    count as u64
 }
 
 fn scaled(counts: &[usize], bytes: usize) -> Vec<usize> {

@@ -1,6 +1,6 @@
 //! From a layer's decision to the forms of what travels and the sizes of its buffers: once, for runs and for plans. Pure.
 
-use crate::dispatch::capacity::BufferSizes;
+use crate::dispatch::capacity::{BufferSizes, ForwardSizes};
 use crate::dispatch::combine::{CombineMode, RowForm};
 use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
 use crate::dispatch::placement::Placement;
@@ -62,13 +62,13 @@ pub fn token_layout(geometry: &MoeGeometry, decision: &LayerDecision) -> TokenLa
     TokenLayout { payload: payload_form(decision, 1.0), hidden: geometry.expert_hidden, num_topk: geometry.num_topk }
 }
 
-/// What decides the buffers of a rank with `num_local_experts` in a world of `num_ranks`.
+/// What decides the buffers of a rank with `num_local_experts` in a world of `num_ranks`, that passes on what `forwards` says.
 #[must_use]
 pub fn buffer_sizes(
     geometry: &MoeGeometry,
     decision: &LayerDecision,
-    num_ranks: usize,
-    num_local_experts: usize,
+    (num_ranks, num_local_experts): (usize, usize),
+    forwards: Option<ForwardSizes>,
 ) -> BufferSizes {
     let row_form = row_form(geometry, decision);
     BufferSizes {
@@ -80,5 +80,6 @@ pub fn buffer_sizes(
         token_bytes: token_layout(geometry, decision).row_bytes(),
         return_bytes: row_form.form.row_bytes(row_form.hidden),
         per_slot: decision.combine_at_home,
+        forwards,
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::cuda::{Around, AroundBuffers, DenseTools};
-use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
+use crate::backend::{BackendError, DeviceBatch, DeviceExperts, Experts};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::capacity::Capacity;
 use crate::fault::{Action, Stage};
@@ -17,7 +17,7 @@ use crate::gpu::grow;
 use crate::world::World;
 
 use super::device::{DeviceRoute, RoutedInput};
-use super::parts::Shared;
+use super::parts::{Shared, SharedBy};
 use super::routed::Brought;
 use super::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part};
 
@@ -143,7 +143,11 @@ impl MoeLayer {
         }
         if let Some(with_shared) = with_shared {
             let num_blocks = if with_shared.input_scale.is_some() { around.num_blocks(buffers) } else { 0 };
-            stats.count_shared(&on_device(with_shared)?.evidence()?, buffers.quant_counts(num_blocks));
+            let evidence = match &with_shared.by {
+                SharedBy::Backend(experts) => on_device(&**experts)?.evidence()?,
+                SharedBy::Library(expert) => expert.evidence()?,
+            };
+            stats.count_shared(&evidence, buffers.quant_counts(num_blocks));
         }
         let between = |at: usize| -> Result<Duration, LayerError> { Ok(marks[at + 1].elapsed_since(&marks[at])?) };
         stats.times.route += between(0)?;
@@ -161,7 +165,10 @@ fn queue_shared(
     buffers: &mut AroundBuffers,
     out: &mut DeviceBuffer<f32>,
 ) -> Result<(), LayerError> {
-    let experts = on_device(shared)?;
+    let experts = match &shared.by {
+        SharedBy::Backend(experts) => on_device(&**experts)?,
+        SharedBy::Library(expert) => return Ok(expert.queue(buffers, out)?),
+    };
     let num_tokens = buffers.num_tokens();
     grow(out, around.num_values(buffers))?;
     let (tokens, row_token) = around.shared_tokens(buffers, shared.input_scale)?;
@@ -171,6 +178,6 @@ fn queue_shared(
     Ok(experts.queue_evidence()?)
 }
 
-fn on_device(shared: &Shared) -> Result<&dyn DeviceExperts, BackendError> {
-    shared.experts.on_device().ok_or(BackendError::NotOnDevice { technique: "the shared experts' backend" })
+fn on_device(experts: &dyn Experts) -> Result<&dyn DeviceExperts, BackendError> {
+    experts.on_device().ok_or(BackendError::NotOnDevice { technique: "the shared experts' backend" })
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::backend::cuda::{Around, AroundSpec, AroundTensors, DenseTools};
+use crate::backend::cuda::{Around, AroundSpec, AroundTensors, DenseTools, GatedDense};
 use crate::backend::{Backend, BackendError, Experts, ExpertsSpec, Linear};
 use crate::checkpoint::tensors::{ExpertTensors, LatentTensors, Projection, ProjectionData, RouterTensors};
 use crate::checkpoint::{Checkpoint, LayerManifest, LayerScales};
@@ -11,7 +11,7 @@ use crate::model::{LatentGeometry, MoeGeometry};
 use crate::select::LayerDecision;
 
 use super::LayerError;
-use super::parts::{Latent, Norm, Router, Shared};
+use super::parts::{Latent, Norm, Router, Shared, SharedBy};
 use crate::dispatch::placement::Placement;
 
 /// A layer whose FC1 scale is still this rank's own.
@@ -62,7 +62,7 @@ impl Loader<'_> {
         let weight_bytes = experts.weight_bytes()
             + linears.flatten().map(|linear| linear.weight_bytes()).sum::<u64>()
             + around.as_ref().map_or(0, Around::weight_bytes)
-            + shared.as_ref().map_or(0, |shared| shared.experts.weight_bytes());
+            + shared.as_ref().map_or(0, |shared| shared.by.weight_bytes());
         Ok(Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes })
     }
 
@@ -144,10 +144,16 @@ impl Loader<'_> {
             // Its rows are this rank's own tokens: their number is no ground for another order of sums.
             batch_invariant: true,
         };
-        let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
-        self.prepare(manifest, builder.push(&tensors))?;
-        let experts = self.prepare(manifest, builder.finish())?;
-        Ok(Some(Shared { experts, input_scale, scales: global_scales(&tensors) }))
+        let by_library = self.dense.map(|tools| GatedDense::new(tools, spec, &tensors));
+        let by = match self.prepare(manifest, by_library.transpose())?.flatten() {
+            Some(expert) => SharedBy::Library(Box::new(expert)),
+            None => {
+                let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
+                self.prepare(manifest, builder.push(&tensors))?;
+                SharedBy::Backend(self.prepare(manifest, builder.finish())?)
+            }
+        };
+        Ok(Some(Shared { by, input_scale, scales: global_scales(&tensors) }))
     }
 
     fn prepare<T>(&self, manifest: &LayerManifest, result: Result<T, BackendError>) -> Result<T, LayerError> {

@@ -17,13 +17,17 @@ mod timers;
 pub mod tune;
 
 use std::path::PathBuf;
+use std::rc::Rc;
 
+use crate::backend::cuda::GatedDense;
 use crate::backend::{BackendError, Experts};
 use crate::checkpoint::CheckpointError;
-use crate::config::Transport;
+use crate::config::{Levels, Transport};
 use crate::cuda::CudaError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
 use crate::dispatch::carrier::CarryError;
+use crate::dispatch::nodes::Nodes;
+use crate::dispatch::transport::ForwardError;
 use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::Injected;
@@ -33,7 +37,7 @@ use crate::jit::JitError;
 use crate::model::MoeGeometry;
 use crate::routing::{RoutingError, TopK};
 use crate::select::tactics::{RowBucket, Tactic};
-use crate::select::{FormatError, LayerDecision, LayerSelection, SelectError};
+use crate::select::{FormatError, Identity, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
 pub(crate) use carriers::{Carriers, Needs};
@@ -45,7 +49,7 @@ pub use stats::{LayerStats, PhaseTimes};
 
 use block::DeviceBlock;
 use device::DeviceRoute;
-use parts::{Latent, Router, Shared};
+use parts::{Latent, Router, Shared, SharedBy};
 
 /// Everything that can end a session.
 #[derive(Debug, thiserror::Error)]
@@ -91,6 +95,9 @@ pub enum LayerError {
     /// Tokens or rows that did not arrive.
     #[error(transparent)]
     Carry(#[from] CarryError),
+    /// Tokens that were not passed on.
+    #[error(transparent)]
+    Forward(#[from] ForwardError),
     /// The world's shape.
     #[error(transparent)]
     World(#[from] WorldError),
@@ -132,6 +139,7 @@ impl Classify for LayerError {
             Self::Gpu(error) => error.exit(),
             Self::Capacity(error) => error.exit(),
             Self::Carry(error) => error.exit(),
+            Self::Forward(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
@@ -144,6 +152,7 @@ impl Classify for LayerError {
         match self {
             Self::Refused(error) => error.known(),
             Self::Jit(error) => error.known(),
+            Self::Forward(error) => error.known(),
             _ => Known::Here,
         }
     }
@@ -161,6 +170,8 @@ pub struct MoeLayer {
     /// FC1's global scale, the largest of the layer over all ranks; absent with unquantised activations.
     input_scale: Option<f32>,
     travel: Travel,
+    /// The nodes, where its tokens go in two levels.
+    nodes: Option<Rc<Nodes>>,
     /// What carries its tokens.
     carrier: Transport,
     /// How they travel where they lie on a GPU; absent: on hosts.
@@ -225,16 +236,38 @@ impl MoeLayer {
         &self.travel
     }
 
+    /// Whether they cross to a node once and are passed on in it.
+    #[must_use]
+    pub fn levels(&self) -> Levels {
+        if self.nodes.is_some() { Levels::Two } else { Levels::One }
+    }
+
     /// What carries them.
     #[must_use]
     pub fn carrier(&self) -> Transport {
         self.carrier
     }
 
+    /// What may compute its experts: the winner, its companions, and the library that the shared ones were given to, all of
+    /// which ranks have compared.
+    #[must_use]
+    pub fn identities(&self) -> Vec<Identity> {
+        let shared = self.shared.as_ref().and_then(|shared| match &shared.by {
+            SharedBy::Library(_) => Some(GatedDense::IDENTITY),
+            SharedBy::Backend(_) => None,
+        });
+        self.selected.identities().into_iter().chain(shared).collect()
+    }
+
     /// Its dense projections by name, and what computes each; none where hosts do.
     #[must_use]
     pub fn dense(&self) -> Vec<(&'static str, String)> {
-        self.block.as_ref().map(|block| block.around.computed_by()).unwrap_or_default()
+        let Some(block) = &self.block else { return Vec::new() };
+        let shared = self.shared.iter().flat_map(|shared| match &shared.by {
+            SharedBy::Library(expert) => expert.computed_by().to_vec(),
+            SharedBy::Backend(_) => Vec::new(),
+        });
+        block.around.computed_by().into_iter().chain(shared).collect()
     }
 
     /// Runs the layer on this rank's tokens; collective.

@@ -1,5 +1,6 @@
 //! The parts of a layer that run on a token's own rank, with weights that every rank holds.
 
+use crate::backend::cuda::GatedDense;
 use crate::backend::{BackendError, ExpertBatch, Experts, ForwardStats, Linear};
 use crate::numerics::nvfp4::{self, QuantCounts};
 use crate::routing::{self, RoutingError, RoutingMethod, TopK};
@@ -104,11 +105,29 @@ impl Norm {
 
 /// The shared experts, as one wide expert.
 pub(super) struct Shared {
-    pub experts: Box<dyn Experts>,
+    pub by: SharedBy,
     /// FC1's own global scale with quantised activations.
     pub input_scale: Option<f32>,
     /// The per-tensor scales of its projections, to compare with other ranks'.
     pub scales: Vec<f32>,
+}
+
+/// What computes the shared experts.
+pub(super) enum SharedBy {
+    /// The backend of the routed ones.
+    Backend(Box<dyn Experts>),
+    /// cublasLt, in a layer whose dense parts lie on the device.
+    Library(Box<GatedDense>),
+}
+
+impl SharedBy {
+    /// Bytes of the weights.
+    pub fn weight_bytes(&self) -> u64 {
+        match self {
+            Self::Backend(experts) => experts.weight_bytes(),
+            Self::Library(expert) => expert.weight_bytes(),
+        }
+    }
 }
 
 impl Shared {
@@ -134,7 +153,10 @@ impl Shared {
             // Its rows are this rank's own tokens: their number is no ground for a choice that all ranks share.
             tactic: Tactic::UNTUNED,
         };
-        let stats = self.experts.forward(&batch, &mut rows)?;
+        let SharedBy::Backend(experts) = &self.by else {
+            unreachable!("a layer whose dense parts lie on the device runs them there")
+        };
+        let stats = experts.forward(&batch, &mut rows)?;
         Ok((rows, stats, counts))
     }
 }

@@ -5,7 +5,7 @@ use crate::backend::{BackendError, ExpertBatch, ForwardStats};
 use crate::dispatch::capacity::{Capacity, Chunks};
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::plan::{ComputePlan, Slots};
-use crate::dispatch::transport::{StepTag, TokenTransport, exchange_sizes};
+use crate::dispatch::transport::{ChunkTag, StepTag, TokenTransport, exchange_sizes};
 use crate::fault::{Action, Stage};
 use crate::numerics::nvfp4;
 use crate::routing::TopK;
@@ -50,7 +50,7 @@ impl MoeLayer {
         stats: &mut LayerStats,
     ) -> Result<Vec<f32>, LayerError> {
         let hidden = self.geometry.expert_hidden;
-        let transport = TokenTransport(self.travel);
+        let transport = TokenTransport { travel: self.travel, nodes: self.nodes.as_deref() };
         let all = Slots { num_topk: topk.num_topk, idx: &topk.idx, weights: &topk.weights };
         let num_tokens = all.num_tokens();
         let chunks = self.chunks(world, capacity, Brought { num_tokens, num_topk: topk.num_topk, step }, stats)?;
@@ -65,8 +65,10 @@ impl MoeLayer {
             let span = tokens.start * hidden..tokens.end * hidden;
             world.fault(Stage::Dispatch)?;
             let sent_before = sent_bytes();
-            let mut handle =
-                stats.times.dispatch(|| transport.dispatch(world, &values[span.clone()], slots, chunks.chunk_tokens));
+            let step = StepTag { layer: self.decision.layer, step, num_topk: topk.num_topk };
+            let bounds = (ChunkTag { step, chunk }, chunks.chunk_tokens);
+            let tokens_out = (&values[span.clone()], slots);
+            let mut handle = stats.times.dispatch(|| transport.dispatch(world, tokens_out, bounds))?;
             stats.count_dispatch(&handle);
             let (chunk, num_tokens, num_rows) = (chunk as u64, tokens.len() as u64, handle.compute.num_rows() as u64);
             let work = |sent_bytes| Work { chunk, num_tokens, num_rows, sent_bytes };

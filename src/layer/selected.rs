@@ -1,8 +1,10 @@
 //! What runs every layer, resolved from the joint facts of all ranks, and the fingerprints that they compare.
 
-use crate::config::{Choice as _, Deployment};
+use crate::config::{Choice as _, Deployment, Levels};
+use crate::dispatch::nodes::Nodes;
 use crate::dispatch::travel::{combine_mode, payload_form, row_form};
 use crate::facts::{self, BUILD};
+use crate::ids::LayerIdx;
 use crate::jit::Prepared;
 use crate::select::fingerprint::{BuildFacts, SessionBuilder};
 use crate::select::registry::Registry;
@@ -49,6 +51,7 @@ pub(crate) struct Jointly {
     pub selection: Selection,
     pub fingerprint: Fingerprint,
     pub environments: Vec<Environment>,
+    pub nodes: Nodes,
 }
 
 /// Selects from the facts of all ranks; collective.
@@ -62,7 +65,7 @@ pub(crate) fn select_jointly(group: &impl Group, asks: Asks<'_>) -> Result<Joint
     let facts = group.agree(DeploymentFacts::new(deployment, nodes).map_err(SelectError::from))?;
     let selection = group.agree(resolve(problems, &facts, &environments, registry).map_err(SelectError::from))?;
     let fingerprint = group.agree(selection.fingerprint(&facts, &environments, registry))?;
-    Ok(Jointly { selection, fingerprint, environments })
+    Ok(Jointly { selection, fingerprint, environments, nodes: Nodes::new(&facts.node_of_rank) })
 }
 
 /// What all ranks have agreed to run.
@@ -70,6 +73,8 @@ pub(super) struct Selected {
     pub selection: Selection,
     /// What it is, and everything it follows from.
     pub fingerprint: Fingerprint,
+    /// Which ranks share a node.
+    pub nodes: Nodes,
     fields: SessionBuilder,
 }
 
@@ -87,7 +92,7 @@ impl Selected {
         let problems: Vec<_> = plans.iter().map(|plan| plan.problem.clone()).collect();
         let SessionOptions { deployment, environment, .. } = options;
         let asks = Asks { deployment, environment, problems: &problems, registry: &Registry::builtin() };
-        let Jointly { selection, fingerprint, environments } = select_jointly(world, asks)?;
+        let Jointly { selection, fingerprint, environments, nodes } = select_jointly(world, asks)?;
         let decisions: Vec<_> = plans.iter().map(|plan| plan.decision).collect();
         let fields = must_match(BUILD, options, (geometry, &decisions), (&selection, &fingerprint));
         agreement::agree_on(world, PLAN, fields.clone().finish())?;
@@ -97,7 +102,12 @@ impl Selected {
             say_gpus(&selection, &environments);
             warn_of_harmless_differences(&environments);
         }
-        Ok(Self { selection, fingerprint, fields })
+        Ok(Self { selection, fingerprint, nodes, fields })
+    }
+
+    /// Whether a layer's tokens cross to a node once and are passed on in it.
+    pub fn goes_in_two_levels(&self, layer: LayerIdx) -> bool {
+        self.selection.layer(layer).is_some_and(|selected| selected.levels == Levels::Two)
     }
 
     /// Puts the keys of kernels into what all ranks compare.

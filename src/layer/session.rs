@@ -2,16 +2,18 @@
 
 use std::cell::Cell;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::cuda::{DenseBy, DenseTools};
 use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::{Deployment, Transport};
-use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError};
+use crate::config::{Deployment, Levels, Transport};
+use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
 use crate::dispatch::device::{Forms, Way};
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::nodes::Nodes;
 use crate::dispatch::placement::Placement;
 use crate::dispatch::region::Rooms;
 use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, row_form};
@@ -114,7 +116,7 @@ impl Session {
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
-        let buffers = plan_buffers(world, &geometry, &plans, tokens_at_once);
+        let buffers = plan_buffers(world, &geometry, (&plans, &selected), tokens_at_once);
         let kernels = kernels::prepare(world, options, (&geometry, &plans), &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
@@ -192,6 +194,12 @@ impl Session {
         &self.selected.selection
     }
 
+    /// Which ranks share a node.
+    #[must_use]
+    pub fn nodes(&self) -> &Nodes {
+        &self.selected.nodes
+    }
+
     /// The digests that all ranks have compared: of the selection, and of the session.
     #[must_use]
     pub fn digests(&self) -> (Digest, Digest) {
@@ -243,11 +251,18 @@ pub(super) fn tokens_at_once(capacity: Capacity, num_tokens: Option<usize>) -> u
 }
 
 /// The largest buffers that any layer needs, said before anything is allocated.
-fn plan_buffers(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> BufferPlan {
+fn plan_buffers(
+    world: &World,
+    geometry: &MoeGeometry,
+    (plans, selected): (&[LayerPlan], &Selected),
+    tokens_at_once: usize,
+) -> BufferPlan {
     let placement = Placement::new(geometry.num_experts, world.size());
-    let num_local_experts = placement.local_experts(world.rank()).len();
+    let num_experts = (world.size(), placement.local_experts(world.rank()).len());
     let of_layer = |decision: &LayerDecision| {
-        BufferPlan::new(&buffer_sizes(geometry, decision, world.size(), num_local_experts), tokens_at_once)
+        let forwards = selected.goes_in_two_levels(decision.layer);
+        let forwards = forwards.then(|| ForwardSizes::new(&selected.nodes, world.rank()));
+        BufferPlan::new(&buffer_sizes(geometry, decision, num_experts, forwards), tokens_at_once)
     };
     let buffers =
         plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
@@ -255,6 +270,7 @@ fn plan_buffers(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], toke
         tracing::info!(
             tokens_at_once,
             receive_bytes = buffers.receive_bytes,
+            forward_bytes = buffers.forward_bytes,
             total_bytes = buffers.total_bytes(),
             "dispatch buffers planned for a rank, at most"
         );
@@ -267,7 +283,7 @@ fn rooms(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_o
     let num_ranks = world.size();
     // The first rank has the most experts; rooms do not depend on it.
     let num_local_experts = Placement::new(geometry.num_experts, num_ranks).local_experts(Rank(0)).len();
-    let sizes = |plan: &LayerPlan| buffer_sizes(geometry, &plan.decision, num_ranks, num_local_experts);
+    let sizes = |plan: &LayerPlan| buffer_sizes(geometry, &plan.decision, (num_ranks, num_local_experts), None);
     plans.iter().map(|plan| Rooms::new(&sizes(plan), tokens_at_once)).fold(Rooms::default(), Rooms::max)
 }
 
@@ -389,6 +405,7 @@ fn load_layers(
         let loader = Loader { checkpoint, backend, dense, placement, rank, batch_invariant, progress: &progress };
         Ok((loader.load(&found.manifest, &plan.decision)?, layer_selection.clone()))
     };
+    let nodes = Rc::new(selected.nodes.clone());
     let mut layers = Vec::new();
     for plan in plans {
         let decision = &plan.decision;
@@ -403,6 +420,7 @@ fn load_layers(
             mode: combine_mode(decision),
             row_form: row_form(geometry, decision),
         };
+        let nodes = (selected.levels == Levels::Two).then(|| nodes.clone());
         let way = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
         let carried_by = way.as_ref().map_or(Transport::Host, Way::transport);
         let route = |(on_gpu, way): (&OnGpu, Way)| {
@@ -422,6 +440,7 @@ fn load_layers(
             experts,
             input_scale,
             travel,
+            nodes,
             carrier: carried_by,
             device,
             block,

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use crate::dispatch::capacity::BufferPlan;
+use crate::dispatch::capacity::{BufferPlan, ForwardSizes};
+use crate::dispatch::nodes::Nodes;
 use crate::dispatch::placement::Placement;
 use crate::dispatch::travel::buffer_sizes;
 use crate::ids::Rank;
@@ -91,6 +92,8 @@ pub(super) struct Sizes<'a> {
     /// Of the layer whose buffers are the largest.
     pub decision: &'a LayerDecision,
     pub device_memory_bytes: u64,
+    /// Ranks of a node, where tokens go in two levels.
+    pub ranks_per_node: Option<usize>,
 }
 
 impl Sizes<'_> {
@@ -128,9 +131,11 @@ impl Sizes<'_> {
     fn max_tokens(&self, ends: &[u64], num_ranks: usize) -> Option<u64> {
         let placement = Placement::new(self.geometry.num_experts, num_ranks);
         let replicated: u64 = self.layers.iter().map(|layer| layer.replicated_bytes(self.geometry)).sum();
+        let nodes = self.ranks_per_node.map(|ranks_per_node| Nodes::blocks(num_ranks, ranks_per_node));
         let of_rank = |rank| {
             let local = placement.local_experts(Rank::from_index(rank));
-            let sizes = buffer_sizes(self.geometry, self.decision, num_ranks, local.len());
+            let forwards = nodes.as_ref().map(|nodes| ForwardSizes::new(nodes, Rank::from_index(rank)));
+            let sizes = buffer_sizes(self.geometry, self.decision, (num_ranks, local.len()), forwards);
             let weights = ends[local.end] - ends[local.start] + replicated;
             // Buffers grow in proportion to the tokens.
             self.device_memory_bytes.checked_sub(weights).map(|free| free / BufferPlan::new(&sizes, 1).total_bytes())

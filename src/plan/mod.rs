@@ -20,9 +20,11 @@ mod tests;
 
 use serde::Serialize;
 
-use crate::config::{Choice, Combine, CombineDtype, Deployment, Device, Links, Payload};
+use crate::config::{Choice, Combine, CombineDtype, Deployment, Device, Levels, Links, Payload};
 use crate::dispatch::capacity::{Capacity, Chunks};
+use crate::dispatch::nodes::Nodes;
 use crate::dispatch::placement::Placement;
+use crate::ids::Rank;
 use crate::model::MoeGeometry;
 use crate::select::{DeploymentFacts, LayerFacts, SelectError};
 
@@ -103,8 +105,13 @@ pub struct Plan {
     pub num_chunks: usize,
     /// Tokens of a rank that go at once.
     pub tokens_at_once: usize,
+    /// Where a token goes once: `one`, to each rank; `two`, to each node.
+    pub levels: &'static str,
     /// Ranks that a token of rank 0 goes to, its own included, by what lies between.
     pub destinations_per_token: ByLink,
+    /// Tokens that rank 0 sends for each that it brings, by what lies between: in two levels its own to other nodes, and what
+    /// it passes on in its own.
+    pub dispatched_per_token: ByLink,
     /// Layers that are stored alike and so run alike.
     pub layers: Vec<LayerGroup>,
     /// A step of all layers, by how tokens travel.
@@ -129,6 +136,8 @@ struct Basis<'a> {
     deployment: Deployment,
     placement: Placement,
     reach: Reach,
+    nodes: Nodes,
+    levels: Levels,
     flows: Vec<Flow>,
     num_tokens: usize,
     chunks: Chunks,
@@ -148,7 +157,7 @@ impl Plan {
         let layers = ways::layers(&basis, &groups, &ranks);
         let steps = ways::steps(&layers, &ranks);
         let misfit = misfit(asked, &basis, &groups, &ranks);
-        let Basis { deployment, reach, flows, num_tokens, chunks, tokens_at_once, .. } = basis;
+        let Basis { deployment, reach, levels, flows, num_tokens, chunks, tokens_at_once, .. } = basis;
         let geometry = asked.geometry;
         Ok(Self {
             missing: missing(&deployment.links, &steps),
@@ -167,7 +176,9 @@ impl Plan {
             num_tokens_per_rank: num_tokens,
             num_chunks: chunks.num_chunks,
             tokens_at_once,
+            levels: levels.name(),
             destinations_per_token: flows[0].tokens_sent,
+            dispatched_per_token: flows[0].dispatch_sent,
             layers,
             steps,
             ranks: ranks.into_iter().map(|rank| rank.group).collect(),
@@ -200,9 +211,24 @@ impl<'a> Basis<'a> {
         let chunks = capacity.chunks(&vec![num_tokens; facts.num_ranks()])?;
         let placement = Placement::new(geometry.num_experts, facts.num_ranks());
         let reach = Reach::new(geometry);
-        let flows = traffic::flows(placement, &reach, &facts.node_of_rank);
+        let nodes = Nodes::new(&facts.node_of_rank);
+        // What drives GPUs can't pass tokens on yet: there, two levels are what is asked about and not what would run.
+        let levels = facts.levels(deployment.cluster.device != Device::Gpu);
+        let flows = traffic::flows(placement, &reach, (&nodes, levels));
         let tokens_at_once = num_tokens.min(capacity.max_tokens_at_once());
-        Ok(Self { geometry, layers, deployment, placement, reach, flows, num_tokens, chunks, tokens_at_once })
+        Ok(Self {
+            geometry,
+            layers,
+            deployment,
+            placement,
+            reach,
+            nodes,
+            levels,
+            flows,
+            num_tokens,
+            chunks,
+            tokens_at_once,
+        })
     }
 }
 
@@ -231,10 +257,12 @@ fn misfit(
     ranks: &[ranks::Ranks],
 ) -> Option<fit::Misfit> {
     let device_memory_bytes = asked.device_memory_bytes?;
-    let largest = |group: &&ways::Decided<'_>| basis.buffers(&group.chosen, asked.geometry.num_experts).total_bytes();
+    let all_experts = (Rank(0), asked.geometry.num_experts);
+    let largest = |group: &&ways::Decided<'_>| basis.buffers(&group.chosen, all_experts).total_bytes();
     let decision = &groups.iter().max_by_key(largest)?.chosen;
     let most = &ranks.iter().rev().max_by_key(|rank| rank.group.needed_bytes)?.group;
-    let sizes = Sizes { geometry: asked.geometry, layers: asked.layers, decision, device_memory_bytes };
+    let ranks_per_node = (basis.levels == Levels::Two).then(|| basis.nodes.ranks(0).len());
+    let sizes = Sizes { geometry: asked.geometry, layers: asked.layers, decision, device_memory_bytes, ranks_per_node };
     sizes.misfit(most, basis.flows.len(), basis.tokens_at_once)
 }
 

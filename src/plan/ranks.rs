@@ -76,7 +76,7 @@ pub(super) fn groups(basis: &Basis<'_>, decided: &[Decided<'_>]) -> Vec<Ranks> {
             group.last_rank = rank.0;
             continue;
         }
-        let buffers = decided.iter().map(|group| basis.buffers(&group.chosen, experts.len()));
+        let buffers = decided.iter().map(|group| basis.buffers(&group.chosen, (rank, experts.len())));
         let buffers = buffers.max_by_key(BufferPlan::total_bytes).unwrap_or_default();
         groups.push(Ranks {
             group: RankGroup {

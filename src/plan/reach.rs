@@ -101,14 +101,14 @@ fn ln_choose(n: usize, k: usize) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::dispatch::placement::Placement;
     use crate::dispatch::plan::{DispatchPlan, Slots};
     use crate::ids::Rank;
 
     /// A generator for tests (splitmix64).
-    struct Random(u64);
+    pub(in crate::plan) struct Random(pub u64);
 
     impl Random {
         fn below(&mut self, limit: usize) -> usize {
@@ -120,7 +120,7 @@ mod tests {
         }
 
         /// `count` of `items`, without repetition.
-        fn draw(&mut self, mut items: Vec<usize>, count: usize) -> Vec<usize> {
+        pub fn draw(&mut self, mut items: Vec<usize>, count: usize) -> Vec<usize> {
             for at in 0..count {
                 let other = at + self.below(items.len() - at);
                 items.swap(at, other);

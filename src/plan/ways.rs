@@ -2,10 +2,11 @@
 
 use serde::Serialize;
 
-use crate::config::Payload;
-use crate::dispatch::capacity::BufferPlan;
+use crate::config::{Levels, Payload};
+use crate::dispatch::capacity::{BufferPlan, ForwardSizes};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::travel::{buffer_sizes, combine_mode, row_form, token_layout};
+use crate::ids::Rank;
 use crate::select::{LayerDecision, SelectError, decide};
 
 use super::floor::{Floors, Work};
@@ -142,9 +143,10 @@ pub(super) fn payloads(basis: &Basis<'_>, groups: &[Decided<'_>]) -> Vec<&'stati
 }
 
 impl Basis<'_> {
-    /// Buffers of a rank with `num_local_experts` in a layer that runs so.
-    pub(super) fn buffers(&self, decision: &LayerDecision, num_local_experts: usize) -> BufferPlan {
-        let sizes = buffer_sizes(self.geometry, decision, self.flows.len(), num_local_experts);
+    /// Buffers of `rank` with `num_local_experts` in a layer that runs so.
+    pub(super) fn buffers(&self, decision: &LayerDecision, (rank, num_local_experts): (Rank, usize)) -> BufferPlan {
+        let forwards = (self.levels == Levels::Two).then(|| ForwardSizes::new(&self.nodes, rank));
+        let sizes = buffer_sizes(self.geometry, decision, (self.flows.len(), num_local_experts), forwards);
         BufferPlan::new(&sizes, self.tokens_at_once)
     }
 
@@ -157,8 +159,8 @@ impl Basis<'_> {
             CombineMode::Rank => (flow.tokens_sent, flow.tokens_received),
         };
         Moved {
-            dispatch_sent: flow.tokens_sent.times(token_bytes),
-            dispatch_received: flow.tokens_received.times(token_bytes),
+            dispatch_sent: flow.dispatch_sent.times(token_bytes),
+            dispatch_received: flow.dispatch_received.times(token_bytes),
             // Rows go the way back: what was received is answered.
             combine_sent: rows_received.times(row_bytes),
             combine_received: rows_sent.times(row_bytes),

@@ -1,11 +1,13 @@
 //! What a run did, as data: counted on every rank, joined on rank 0, written as JSON or shown as a table.
 
+mod links;
 mod page;
 mod steps;
 mod table;
 mod tactics;
 mod trace;
 
+pub use links::LinkBytes;
 pub use page::page;
 pub use steps::StepReport;
 pub use table::{bytes, new_table, time};
@@ -51,6 +53,8 @@ pub struct RankReport {
     pub dispatch_bytes_sent: u64,
     /// `[num_ranks]` the same by the rank they went to; to itself: what did not travel.
     pub bytes_to: Vec<u64>,
+    /// The same by kind of link.
+    pub links: LinkBytes,
     /// Collectives that it took part in over all steps.
     pub step_collectives: u64,
     /// What it launched.
@@ -196,6 +200,8 @@ pub struct Decided {
     pub deployment: String,
     /// Number of ranks.
     pub num_ranks: usize,
+    /// Number of nodes: hosts, or what the deployment takes for them.
+    pub num_nodes: usize,
     /// The technique that serves every layer.
     pub technique: String,
     /// The instruction set that all ranks use.
@@ -227,6 +233,8 @@ pub struct DecidedLayer {
     pub activation: String,
     /// What carries them.
     pub transport: String,
+    /// Where a token goes once: `one`, to each rank; `two`, to each node.
+    pub levels: String,
     /// How tokens travel.
     pub payload: String,
     /// Where weights are applied.
@@ -423,7 +431,7 @@ pub(super) mod tests {
         let decided = serde_json::json!({
             "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
-            "dispatch_bytes_sent": 0, "bytes_to": [0], "step_collectives": 0, "phases": [],
+            "dispatch_bytes_sent": 0, "bytes_to": [0], "links": LinkBytes::default(), "step_collectives": 0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
                 "fc1_input": quant, "fc2_input": quant, "slots": 1, "num_not_finite": 0, "num_steps_off": 0,
@@ -439,6 +447,7 @@ pub(super) mod tests {
             quant: "nvfp4".to_owned(),
             activation: "swiglu".to_owned(),
             transport: "host".to_owned(),
+            levels: "one".to_owned(),
             payload: "bf16".to_owned(),
             combine: "slot".to_owned(),
             combine_dtype: "f32".to_owned(),
@@ -449,6 +458,7 @@ pub(super) mod tests {
         let decided = Decided {
             deployment: "laptop".to_owned(),
             num_ranks: 1,
+            num_nodes: 1,
             technique: "simd".to_owned(),
             isa: "scalar".to_owned(),
             selection: "0".repeat(64),

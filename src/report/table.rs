@@ -4,7 +4,7 @@ use std::fmt;
 
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
-use super::RunReport;
+use super::{LinkBytes, RunReport};
 use crate::layer::tune::TimedBy;
 
 impl fmt::Display for RunReport {
@@ -18,6 +18,9 @@ impl fmt::Display for RunReport {
         writeln!(f, "all ranks agreed on selection {} (`lockstep resolve` prints the same)", decided.selection)?;
         writeln!(f, "              and session   {} (-v lists every field of it)", decided.session)?;
         writeln!(f, "\n{}\n\n{}", layers(self), ranks(self))?;
+        if decided.num_nodes > 1 {
+            writeln!(f, "\n{}", links(self))?;
+        }
         if !decided.tactics.is_empty() {
             writeln!(f, "\n{}", tactics(self))?;
         }
@@ -56,7 +59,10 @@ fn layers(report: &RunReport) -> Table {
             layer.layer.to_string(),
             decided.quant.clone(),
             decided.activation.clone(),
-            format!("{} over {}", decided.payload, decided.transport),
+            match decided.levels.as_str() {
+                "two" => format!("{} over {} in two levels", decided.payload, decided.transport),
+                _ => format!("{} over {}", decided.payload, decided.transport),
+            },
             format!("{} {}", decided.combine, decided.combine_dtype),
             layer.chunks.to_string(),
             rows.iter().sum::<u64>().to_string(),
@@ -100,6 +106,21 @@ fn ranks(report: &RunReport) -> Table {
     }
     align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10]);
     table
+}
+
+/// What all ranks sent, by kind of link.
+fn links(report: &RunReport) -> String {
+    let mut sum = LinkBytes::default();
+    report.ranks.iter().for_each(|rank| sum += rank.links);
+    let (nodes, steps) = (report.decided.num_nodes, report.steps.count);
+    format!(
+        "between {nodes} nodes: dispatch {}, combine {}; within them: dispatch {}, combine {} (all ranks, {steps} step{})",
+        bytes(sum.dispatch_scale_out_bytes),
+        bytes(sum.combine_scale_out_bytes),
+        bytes(sum.dispatch_scale_up_bytes),
+        bytes(sum.combine_scale_up_bytes),
+        if steps == 1 { "" } else { "s" },
+    )
 }
 
 /// Shapes and their tactics, with what the chosen one and the untuned one take on the slowest rank.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::environment::Environment;
-use crate::config::{self, Activations, Choice, Combine, CombineDtype, Device, Payload, Transport};
+use crate::config::{self, Activations, Choice, Combine, CombineDtype, Device, Levels, Payload, Transport};
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 use crate::numerics::activation::Activation;
@@ -77,7 +77,8 @@ impl ExpertSplit {
 /// A deployment as selection sees it: equal on all ranks, or they disagree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeploymentFacts {
-    /// The node of every rank, as the world found it: numbered in the order in which ranks meet them.
+    /// The node of every rank, as the world found it or as `cluster.scale_up_ranks` has it: numbered in the order in which
+    /// ranks meet them.
     pub node_of_rank: Vec<u32>,
     /// How experts are dealt to ranks.
     pub experts: ExpertSplit,
@@ -103,6 +104,8 @@ pub struct DeploymentFacts {
     pub batch_invariant: bool,
     /// What carries tokens.
     pub transport: Transport,
+    /// Where a token goes once.
+    pub levels: Levels,
     /// The form of a travelling token.
     pub payload: Payload,
     /// The form of a row that comes back.
@@ -119,7 +122,7 @@ impl DeploymentFacts {
     /// # Errors
     /// If the deployment declares another number of ranks.
     pub fn new(deployment: &config::Deployment, node_of_rank: Vec<u32>) -> Result<Self, DeploymentError> {
-        let config::Cluster { nodes, ranks_per_node, device, share_gpus } = deployment.cluster;
+        let config::Cluster { nodes, ranks_per_node, device, share_gpus, scale_up_ranks } = deployment.cluster;
         let found = node_of_rank.len();
         if let Some(ranks_per_node) = ranks_per_node
             && u64::from(nodes) * u64::from(ranks_per_node) != found as u64
@@ -128,7 +131,10 @@ impl DeploymentFacts {
         }
         let (moe, dispatch) = (&deployment.moe, &deployment.dispatch);
         Ok(Self {
-            node_of_rank: in_order_of_meeting(&node_of_rank),
+            node_of_rank: match scale_up_ranks {
+                Some(num_ranks) => (0..found).map(|rank| Rank::from_index(rank).0 / num_ranks.max(1)).collect(),
+                None => in_order_of_meeting(&node_of_rank),
+            },
             experts: ExpertSplit::Even,
             tensor_parallel: 1,
             device,
@@ -141,6 +147,7 @@ impl DeploymentFacts {
             combine: moe.combine,
             batch_invariant: moe.batch_invariant,
             transport: dispatch.transport,
+            levels: dispatch.levels,
             payload: dispatch.payload,
             combine_dtype: dispatch.combine_dtype,
             num_max_tokens_per_rank: dispatch.num_max_tokens_per_rank,
@@ -194,6 +201,19 @@ impl DeploymentFacts {
         self.node_of_rank.iter().max().map_or(0, |node| *node as usize + 1)
     }
 
+    /// Whether the tokens of a layer cross to a node once and are passed on in it, where what runs it can do so. `auto` does
+    /// where that crosses less: there are other nodes, and one of them holds several ranks.
+    #[must_use]
+    pub fn levels(&self, can_forward: bool) -> Levels {
+        let num_nodes = self.num_nodes();
+        let crosses_less = num_nodes > 1 && num_nodes < self.num_ranks();
+        match self.levels {
+            Levels::Auto if can_forward && crosses_less => Levels::Two,
+            Levels::Auto => Levels::One,
+            named => named,
+        }
+    }
+
     /// All ranks.
     pub fn ranks(&self) -> impl Iterator<Item = Rank> {
         (0..self.num_ranks()).map(Rank::from_index)
@@ -220,14 +240,44 @@ mod tests {
         let mut deployment = config::Deployment::default();
         assert_eq!(DeploymentFacts::declared(&deployment).unwrap().num_ranks(), 1);
         assert_eq!(DeploymentFacts::new(&deployment, vec![0; 3]).unwrap().num_ranks(), 3);
-        deployment.cluster =
-            config::Cluster { nodes: 2, ranks_per_node: Some(8), device: Device::Gpu, share_gpus: false };
+        deployment.cluster = config::Cluster {
+            nodes: 2,
+            ranks_per_node: Some(8),
+            device: Device::Gpu,
+            share_gpus: false,
+            scale_up_ranks: None,
+        };
         let declared = DeploymentFacts::declared(&deployment).unwrap();
         assert_eq!((declared.num_ranks(), declared.num_nodes()), (16, 2));
         let error = DeploymentFacts::new(&deployment, vec![0; 3]).unwrap_err();
         assert!(error.to_string().contains("2 x 8 ranks, the world has 3; start 16"), "{error}");
         deployment.cluster.ranks_per_node = Some(u32::MAX);
         assert!(DeploymentFacts::declared(&deployment).unwrap_err().to_string().contains("at most 65536"));
+    }
+
+    #[test]
+    fn tokens_cross_once_a_node_where_that_is_less() {
+        let facts = |nodes: &[u32], levels, scale_up_ranks| {
+            let mut deployment = config::Deployment::default();
+            (deployment.dispatch.levels, deployment.cluster.scale_up_ranks) = (levels, scale_up_ranks);
+            DeploymentFacts::new(&deployment, nodes.to_vec()).unwrap()
+        };
+        for (nodes, levels) in [
+            (&[0, 0, 1, 1][..], Levels::Two),
+            (&[0, 1, 0], Levels::Two),
+            (&[0, 1, 2], Levels::One),
+            (&[0, 0, 0], Levels::One),
+            (&[0], Levels::One),
+        ] {
+            let auto = facts(nodes, Levels::Auto, None);
+            assert_eq!((auto.levels(true), auto.levels(false)), (levels, Levels::One), "{nodes:?}");
+            for named in [Levels::One, Levels::Two] {
+                assert_eq!(facts(nodes, named, None).levels(true), named, "{nodes:?}");
+            }
+        }
+        let pretended = facts(&[0; 5], Levels::Auto, Some(2));
+        assert_eq!((pretended.node_of_rank.as_slice(), pretended.levels(true)), (&[0, 0, 1, 1, 2][..], Levels::Two));
+        assert_eq!(facts(&[0, 1], Levels::Auto, Some(8)).node_of_rank, [0, 0]);
     }
 
     #[test]

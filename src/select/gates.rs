@@ -6,7 +6,7 @@ use super::descriptor::{Descriptor, Target, Width};
 use super::environment::{Environment, Fact, InstructionSet, Library, version_at_least};
 use super::problem::{Group, Members, Problem, counted, list};
 use super::refusal::Reason;
-use crate::config::{CombineDtype, Device, Payload};
+use crate::config::{CombineDtype, Device, Levels, Payload};
 
 /// What a gate is asked: whether this implementation serves this group of experts.
 pub(super) struct Question<'a> {
@@ -31,7 +31,7 @@ type WorldGate = fn(&Question<'_>) -> Answer;
 type RankGate = fn(&Question<'_>, &Environment) -> Answer;
 
 /// Gates whose answer is the same on all ranks, in the order in which reasons are listed.
-pub(super) const WORLD_GATES: [(Reason, WorldGate); 12] = [
+pub(super) const WORLD_GATES: [(Reason, WorldGate); 13] = [
     (Reason::Quantisation, quantisation),
     (Reason::Dtype, payload),
     (Reason::Dtype, combine_dtype),
@@ -39,6 +39,7 @@ pub(super) const WORLD_GATES: [(Reason, WorldGate); 12] = [
     (Reason::Shape, shape),
     (Reason::ExpertsAndRanks, experts_and_ranks),
     (Reason::Topology, topology),
+    (Reason::Topology, levels),
     (Reason::Activation, activation),
     (Reason::Bias, bias),
     (Reason::Routing, routing),
@@ -149,6 +150,13 @@ fn topology(question: &Question<'_>) -> Answer {
         }
         _ => Serves,
     }
+}
+
+fn levels(question: &Question<'_>) -> Answer {
+    let is_asked = question.group.members != Members::Shared && question.deployment.levels == Levels::Two;
+    refuse_unless(question.descriptor.forwards || !is_asked, || {
+        "sends tokens straight to their ranks; dispatch.levels is two: set it to auto or one".to_owned()
+    })
 }
 
 fn activation(question: &Question<'_>) -> Answer {

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Once, OnceLock};
 use std::time::Duration;
@@ -13,6 +15,7 @@ use super::agree::Ranks;
 use super::roll::{Attendance, Notice};
 use super::{Phase, World, signals};
 use crate::exit::Exit;
+use crate::host;
 use crate::ids::Rank;
 
 static PLACE: OnceLock<(Rank, usize)> = OnceLock::new();
@@ -98,6 +101,7 @@ const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// Ends all ranks with `exit`'s code, without waiting for any.
 pub fn abort_job(exit: Exit) -> ! {
     clean_up();
+    see_daemon_off();
     // MPI asks the launcher to end the others, and waits for ever where that can't be reached, as over a cut link.
     let _ = std::thread::Builder::new().name("abort".to_owned()).spawn(move || {
         std::thread::sleep(ABORT_LIMIT);
@@ -108,6 +112,30 @@ pub fn abort_job(exit: Exit) -> ! {
         SimpleCommunicator::world().abort(i32::from(exit.code()));
     }
     std::process::exit(i32::from(exit.code()))
+}
+
+/// Open MPI's daemons on hosts without `mpirun`.
+const DAEMONS: [&str; 2] = ["orted", "prted"];
+
+/// Waits up to 8 s for the end of the daemon with the number `$1` and the name `$2`, then ends it.
+const SEE_OFF: &str = r#"n=0; while [ "$(cat "/proc/$1/comm" 2>/dev/null)" = "$2" ]; do
+    [ $n -lt 16 ] || { kill -TERM "$1"; exit; }
+    n=$((n + 1)); sleep 0.5; done"#;
+
+/// A daemon whose `mpirun` is behind a cut link ends its ranks, and then tries to say so for a quarter of an hour. Told to end,
+/// it goes at once, with its files. It serves this job alone where `launch/mpirun.sh` has started it. Who sees to it has to
+/// outlive this rank, also where the daemon kills all that is of the rank's process group.
+fn see_daemon_off() {
+    let is_ours = ENDING.get().is_some_and(|ending| ending.launcher_speaks);
+    if let Some((pid, name)) = host::parent()
+        && is_ours
+        && DAEMONS.contains(&name.as_str())
+    {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", SEE_OFF, "sh", &pid.to_string(), &name]).process_group(0);
+        // Without a shell the daemon stays for its time, and nothing else.
+        let _ = shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    }
 }
 
 /// Ends this process alone, for threads that may not call MPI. The launcher takes the others along.

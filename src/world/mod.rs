@@ -10,6 +10,7 @@ mod cost;
 mod ending;
 mod exchange;
 mod group;
+mod links;
 mod roll;
 mod signals;
 #[cfg(test)]
@@ -97,8 +98,8 @@ pub struct World {
     /// Largest piece that goes to one peer in one collective. Below the i32 counts of MPI; tests lower it.
     round_bytes: usize,
     exchanged: RefCell<Exchanged>,
-    /// `[num_ranks]`
-    carried_to: RefCell<Vec<u64>>,
+    /// By cargo, `[num_ranks]` each.
+    carried_to: RefCell<[Vec<u64>; 2]>,
     /// Where this rank's clock starts.
     joined_at: Instant,
     traffic: Cell<Traffic>,
@@ -118,6 +119,15 @@ pub struct Exchanged {
     pub received_bytes: u64,
     /// Collectives, or rounds of sends and receives, it took.
     pub rounds: u64,
+}
+
+/// What is carried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cargo {
+    /// What goes out to be computed on.
+    Tokens,
+    /// What comes back.
+    Rows,
 }
 
 impl World {
@@ -157,7 +167,7 @@ impl World {
             phase: Cell::new(phase),
             round_bytes: exchange::default_round_bytes(size),
             exchanged: RefCell::default(),
-            carried_to: RefCell::new(vec![0; size]),
+            carried_to: RefCell::new([vec![0; size], vec![0; size]]),
             joined_at,
             traffic: Cell::default(),
             roll: Roll::new(size),
@@ -166,6 +176,7 @@ impl World {
             faults,
         };
         world.apply_settings();
+        world.watch_hosts();
         tracing::debug!(host = world.host, size, local_rank, "joined the world");
         Ok(world)
     }
@@ -305,15 +316,16 @@ impl World {
         exchanged.rounds += rounds;
     }
 
-    /// Counts bytes of tokens and rows by the rank they go to, whoever carries them.
-    pub fn count_carried_to(&self, counts: &[usize]) {
-        self.carried_to.borrow_mut().iter_mut().zip(counts).for_each(|(sum, &bytes)| *sum += bytes as u64);
+    /// Counts bytes by the rank they go to, whoever carries them.
+    pub fn count_carried_to(&self, cargo: Cargo, counts: &[usize]) {
+        let carried_to = &mut self.carried_to.borrow_mut()[cargo as usize];
+        carried_to.iter_mut().zip(counts).for_each(|(sum, &bytes)| *sum += bytes as u64);
     }
 
-    /// `[num_ranks]` bytes of tokens and rows that this rank has sent to each; to itself: what did not travel.
+    /// `[num_ranks]` bytes that this rank has sent to each; to itself: what did not travel.
     #[must_use]
-    pub fn carried_to(&self) -> Vec<u64> {
-        self.carried_to.borrow().clone()
+    pub fn carried_to(&self, cargo: Cargo) -> Vec<u64> {
+        self.carried_to.borrow()[cargo as usize].clone()
     }
 
     /// Checks the world against what was asked for.

@@ -25,6 +25,8 @@ pub enum Way {
     SrunLauncher,
     /// `launch/mpirun.sh` on the first node, which reaches the other by ssh.
     Ssh,
+    /// The same on a host without ranks.
+    LoginSsh,
     /// `launch/mpirun.sh` in an allocation of Slurm.
     Allocation,
 }
@@ -45,7 +47,7 @@ impl Way {
         let words = match self {
             Self::Srun => "srun -N2 -n4 --mpi=pmix".to_owned(),
             Self::SrunLauncher => format!("{} --ranks 4 --ranks-per-node 2 --binary", script("srun.sh")),
-            Self::Ssh => format!("{} --hosts node1:2,node2:2 --binary", script("mpirun.sh")),
+            Self::Ssh | Self::LoginSsh => format!("{} --hosts node1:2,node2:2 --binary", script("mpirun.sh")),
             Self::Allocation => format!("salloc -N2 --ntasks-per-node=2 {} --binary", script("mpirun.sh")),
         };
         words.split(' ').map(str::to_owned).collect()
@@ -127,10 +129,17 @@ impl Hosts {
     /// Sends a signal to the first process whose line holds `needle`.
     pub fn signal(&self, needle: &str, name: &str) {
         let processes = self.processes();
-        let found = processes.iter().find(|line| line.contains(needle)).and_then(|line| line.split(' ').nth(1));
-        let pid = found.unwrap_or_else(|| panic!("no {needle} in {processes:#?}"));
-        // It may have ended meanwhile, which `kill` reports as a failure.
-        let _ = Command::new("sh").args(["-c", &format!("kill -{name} {pid}")]).status();
+        let found = processes.iter().find(|line| line.contains(needle));
+        send(found.unwrap_or_else(|| panic!("no {needle} in {processes:#?}")), name);
+    }
+
+    /// Sends a signal to all processes of a host whose lines hold `needle`.
+    pub fn signal_all(&self, host: &str, needle: &str, name: &str) {
+        let processes = self.processes();
+        let found: Vec<&String> =
+            processes.iter().filter(|line| line.starts_with(host) && line.contains(needle)).collect();
+        assert!(!found.is_empty(), "no {needle} on {host} in {processes:#?}");
+        found.into_iter().for_each(|line| send(line, name));
     }
 
     /// Cuts a host off the network, or joins it again.
@@ -170,6 +179,13 @@ impl Drop for Hosts {
             kill(&[self.holder.id()]);
         }
     }
+}
+
+/// Sends a signal to the process of a line of [`Hosts::processes`].
+fn send(line: &str, name: &str) {
+    let pid = line.split(' ').nth(1).expect("a number");
+    // It may have ended meanwhile, which `kill` reports as a failure.
+    let _ = Command::new("sh").args(["-c", &format!("kill -{name} {pid}")]).status();
 }
 
 /// `hosts.sh`, without the settings of whoever runs the tests.

@@ -42,6 +42,11 @@ fn two_hosts_give_the_bits_of_one() {
             for node in NODES {
                 assert!(outcome.stdout.contains(node), "{what} ran on {node}: {}", outcome.printed());
             }
+            // Two ranks a host: tokens cross once, and are passed on.
+            for said in [&outcome.stderr, &outcome.stdout] {
+                assert!(said.contains("over host in two levels"), "{what}: {}", outcome.printed());
+            }
+            assert!(outcome.stdout.contains("between 2 nodes: dispatch "), "{what}: {}", outcome.printed());
             hosts.assert_quiet(&what);
         }
     }

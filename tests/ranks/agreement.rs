@@ -94,6 +94,8 @@ fn e2_a_setting_that_reached_one_rank() {
     for (variable, value, key, other) in [
         ("LOCKSTEP_PAYLOAD", "f32", "dispatch.payload", "auto"),
         ("LOCKSTEP_COMBINE_DTYPE", "bf16", "dispatch.combine_dtype", "auto"),
+        ("LOCKSTEP_LEVELS", "two", "dispatch.levels", "auto"),
+        ("LOCKSTEP_SCALE_UP_RANKS", "1", "cluster.scale_up_ranks", "null"),
         ("LOCKSTEP_ACTIVATIONS", "bf16", "moe.activations", "checkpoint"),
         ("LOCKSTEP_STEP_S", "30", "timeouts.step_s", "60"),
         ("LOCKSTEP_TUNING", "on", "moe.tuning", "off"),

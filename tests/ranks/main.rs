@@ -4,8 +4,8 @@
 //! number; `agreement` lets ranks differ, `equal_setups` lets them differ by nature, `tuning` their timings,
 //! `agreement_cost` counts; `fixtures` compares with values computed outside this project; `bits` holds the
 //! determinism promises, `verdicts` and `inspect` the commands that judge, `loading` the promises about bytes and memory,
-//! `plan` what is said on paper, `transport` what carries tokens, `page` and `trace` what people see of a run; `cluster` runs
-//! on two hosts; `gpu` holds all that needs GPUs (`tests/gpu/run.sh`).
+//! `plan` what is said on paper, `transport` what carries tokens, `two_levels` tokens that are passed on, `page` and `trace`
+//! what people see of a run; `cluster` runs on two hosts; `gpu` holds all that needs GPUs (`tests/gpu/run.sh`).
 
 mod agreement;
 mod agreement_cost;
@@ -25,4 +25,5 @@ mod support;
 mod trace;
 mod transport;
 mod tuning;
+mod two_levels;
 mod verdicts;

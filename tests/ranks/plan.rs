@@ -19,6 +19,8 @@ struct Scaled<'a> {
     tokens: usize,
     payload: &'a str,
     combine: &'a str,
+    /// Ranks in a row that stand for a node, where tokens go in two levels.
+    scale_up_ranks: Option<usize>,
     /// A uniform choice; absent: the router's own.
     uniform: Option<Uniform>,
 }
@@ -50,6 +52,7 @@ impl Scaled<'_> {
             .args([format!("--model={}", dir.display()), format!("--tokens={}", self.tokens)])
             .args([format!("--set=cluster.ranks_per_node={}", self.ranks)])
             .args([format!("--payload={}", self.payload), format!("--combine={}", self.combine)])
+            .args(self.scale_up_ranks.map(|ranks| format!("--set=cluster.scale_up_ranks={ranks}")))
             .run()
             .expect_code(0);
         serde_json::from_str(&outcome.stdout).expect("a plan in JSON")
@@ -59,6 +62,9 @@ impl Scaled<'_> {
         let input: Tensor = safetensors::read(&dir.join("inputs.safetensors")).into_values().next().expect("an input");
         let mut run = Run::new(work, dir, &input).without("activation").ranks(self.ranks);
         run = run.option("payload", self.payload).option("combine", self.combine);
+        if let Some(ranks) = self.scale_up_ranks {
+            run = run.key("cluster", "scale_up_ranks", &ranks.to_string());
+        }
         if let Some(uniform) = self.uniform {
             run = run.choice(&uniform.choice(self.ranks * self.tokens));
         }
@@ -71,6 +77,9 @@ impl Scaled<'_> {
         let dir = self.sample(&work);
         let (plan, report) = (self.plan(&dir), self.run(&work, &dir));
         let mut sent = [0, 0];
+        let mut by_link = LINKS.map(|link| (link, [0, 0]));
+        let levels = if self.scale_up_ranks.is_some() { "two" } else { "one" };
+        assert_eq!((&plan["levels"], report.at("/decided/layers/0/levels")), (&levels.into(), &levels.into()));
         for rank in 0..self.ranks {
             let group = group_of(&plan, rank);
             let at = |field: &str| report.count(&format!("/ranks/{rank}/{field}"));
@@ -84,10 +93,25 @@ impl Scaled<'_> {
             near(planned, at("dispatch_bytes_sent"), "bytes sent", rank);
             sent[0] += planned;
             sent[1] += at("dispatch_bytes_sent");
+            for (link, [planned, measured]) in &mut by_link {
+                *planned += step[*link].as_u64().expect("a count");
+                *measured += at(&format!("links/{link}"));
+            }
+        }
+        for (link, [planned, measured]) in by_link {
+            let is_none = planned == 0 && measured == 0;
+            assert!(
+                is_none || planned.abs_diff(measured) * 100 <= measured,
+                "{link}: planned {planned}, {measured} sent"
+            );
         }
         near(sent[0], sent[1], "bytes sent by all ranks to", self.ranks);
     }
 }
+
+/// What plan and report count by the kind of link.
+const LINKS: [&str; 4] =
+    ["dispatch_scale_up_bytes", "dispatch_scale_out_bytes", "combine_scale_up_bytes", "combine_scale_out_bytes"];
 
 #[track_caller]
 fn near(planned: u64, measured: u64, what: &str, rank: usize) {
@@ -139,6 +163,7 @@ fn kimi_k3_scaled_on_four_ranks() {
         tokens: 512,
         payload: "nvfp4",
         combine: "rank",
+        scale_up_ranks: None,
         uniform: None,
     }
     .check();
@@ -154,6 +179,7 @@ fn qwen3_scaled_on_three_uneven_ranks() {
         tokens: 8000,
         payload: "bf16",
         combine: "rank",
+        scale_up_ranks: None,
         uniform: Some(Uniform { num_experts: 16, num_topk: 3, num_groups: 1, topk_group: 1 }),
     }
     .check();
@@ -169,6 +195,39 @@ fn deepseek_v3_scaled_on_three_ranks_with_groups() {
         tokens: 8000,
         payload: "bf16",
         combine: "slot",
+        scale_up_ranks: None,
+        uniform: Some(Uniform { num_experts: 32, num_topk: 4, num_groups: 8, topk_group: 4 }),
+    }
+    .check();
+}
+
+/// Tokens once a node: what each kind of link carries, and buffers of those who pass on.
+#[test]
+fn qwen3_scaled_on_two_nodes_of_two() {
+    Scaled {
+        geometry: "qwen3-235b",
+        size: &["--experts=16", "--topk=3", "--hidden=64", "--intermediate=64"],
+        ranks: 4,
+        tokens: 6000,
+        payload: "bf16",
+        combine: "rank",
+        scale_up_ranks: Some(2),
+        uniform: Some(Uniform { num_experts: 16, num_topk: 3, num_groups: 1, topk_group: 1 }),
+    }
+    .check();
+}
+
+/// The same on nodes of two ranks and one, which cut groups in two, and each slot's row coming back.
+#[test]
+fn deepseek_v3_scaled_on_uneven_nodes() {
+    Scaled {
+        geometry: "deepseek-v3",
+        size: &["--experts=32", "--topk=4", "--hidden=64", "--intermediate=64"],
+        ranks: 3,
+        tokens: 8000,
+        payload: "bf16",
+        combine: "slot",
+        scale_up_ranks: Some(2),
         uniform: Some(Uniform { num_experts: 32, num_topk: 4, num_groups: 8, topk_group: 4 }),
     }
     .check();

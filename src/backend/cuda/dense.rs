@@ -256,6 +256,11 @@ impl Dense {
         self.weight.num_bytes() as u64
     }
 
+    /// Whether cublasLt computes it.
+    pub(super) fn is_by_library(&self) -> bool {
+        self.matmul.is_some()
+    }
+
     /// What computes it, for the report and for what ranks compare: a library and its algorithm, or whose kernel.
     pub(super) fn computed_by(&self) -> String {
         match &self.matmul {

@@ -3,16 +3,19 @@
 use std::sync::Arc;
 
 use super::super::cuda::{
-    Around, AroundBuffers, AroundSpec, AroundTensors, DenseBy, DenseTools, Selector, TopkBuffers,
+    Around, AroundBuffers, AroundSpec, AroundTensors, DenseBy, DenseTools, GatedDense, Selector, TopkBuffers,
 };
-use super::{Format, Rng, assert_same_bits, projection, reference};
+use super::super::{ExpertBatch, ExpertsSpec};
+use super::{Format, Rng, SITU, assert_same_bits, expert, projection, reference};
 use crate::checkpoint::tensors::{LatentTensors, Projection, RouterTensors};
 use crate::cuda::{DeviceBuffer, blas};
 use crate::gpu::{Gpu, Kernels};
+use crate::numerics::activation::Activation;
 use crate::numerics::fixtures::{self, Tensors};
 use crate::numerics::metrics::compare;
 use crate::numerics::nvfp4;
 use crate::routing::{self, RoutingMethod, TopK};
+use crate::select::tactics::Tactic;
 
 fn gpu() -> Gpu {
     let nvrtc = std::env::var("LOCKSTEP_NVRTC").ok();
@@ -413,4 +416,57 @@ fn gpu_shared_input_is_the_hosts() {
         let expected: Vec<f32> = hidden.iter().zip(&other).map(|(a, b)| a + b).collect();
         assert_same_bits(&out.download(gpu.stream()).unwrap(), &expected, 256, "a sum");
     }
+}
+
+/// A shared expert of bf16 weights by the library: the reference's rows, whatever the number of tokens, and a count of them.
+#[test]
+#[ignore = "needs a GPU, NVRTC and cublasLt"]
+fn gpu_shared_expert_by_the_library_is_the_references() {
+    let gpu = gpu();
+    let tools = tools(&gpu).pop().filter(|tools| tools.has_library()).expect("cublasLt: LOCKSTEP_CUBLASLT names it");
+    let mut num_served = 0;
+    // K3's fixture, K3, DeepSeek-V3, and what no model has.
+    let shapes = [(256, 192), (7168, 3072), (7168, 2048), (512, 256), (256, 1024)];
+    for ((hidden, intermediate), activation) in shapes.into_iter().zip([SITU, Activation::Swiglu].into_iter().cycle()) {
+        let spec = ExpertsSpec { hidden, intermediate, activation, quantise_activations: false, batch_invariant: true };
+        let mut rng = Rng::new(5);
+        let tensors = expert(&mut rng, &spec, Format::Bf16);
+        let Some(shared) = GatedDense::new(&tools, spec, &tensors).unwrap() else {
+            println!("{hidden} x {intermediate}: no algorithm for both products");
+            continue;
+        };
+        num_served += 1;
+        let mut builder = reference().experts(spec, 1).unwrap();
+        builder.push(&tensors).unwrap();
+        let on_host = builder.finish().unwrap();
+        let all = bf16(rng.normals(300 * hidden));
+        let mut buffers = AroundBuffers::new(&tools).unwrap();
+        let mut out = DeviceBuffer::uninitialised(gpu.device(), 0).unwrap();
+        let mut first: Option<Vec<f32>> = None;
+        for num_tokens in [300, 1, 0, 16, 129] {
+            let tokens = &all[..num_tokens * hidden];
+            buffers.poison(&tools).unwrap();
+            buffers.upload(&tools, tokens, hidden).unwrap();
+            shared.queue(&mut buffers, &mut out).unwrap();
+            gpu.stream().synchronise().unwrap();
+            let evidence = shared.evidence().unwrap();
+            let counted: u64 = evidence.rows_by_identity.iter().map(|(_, rows)| *rows).sum();
+            assert_eq!(counted, num_tokens as u64);
+            let mut found = vec![0.0; num_tokens * hidden];
+            out.download_into(gpu.stream(), 0, &mut found).unwrap();
+            if let Some(first) = &first {
+                assert_same_bits(&found, &first[..found.len()], hidden, &format!("{num_tokens} tokens"));
+                continue;
+            }
+            let row_token: Vec<u32> = (0..u32::try_from(num_tokens).unwrap()).collect();
+            let mut wanted = vec![0.0; found.len()];
+            let (tactic, expert_offsets) = (Tactic::UNTUNED, &[0, num_tokens][..]);
+            let batch = ExpertBatch { tokens, token_scale: 1.0, row_token: &row_token, expert_offsets, tactic };
+            on_host.forward(&batch, &mut wanted).unwrap();
+            let metrics = compare(&found, &wanted);
+            assert!(metrics.rel_l2 < 3e-3, "{activation:?}: {metrics:?}");
+            first = Some(found);
+        }
+    }
+    assert!(num_served > 0, "the library serves no shape");
 }

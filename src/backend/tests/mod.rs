@@ -8,7 +8,6 @@ mod cases;
 mod fixtures;
 mod gpu;
 mod gpu_dense;
-mod gpu_quantise;
 mod mutations;
 mod oracle;
 mod refusals;

@@ -3,7 +3,7 @@
 use super::{Job, Share};
 use crate::config::Choice as _;
 use crate::layer::{MoeLayer, Session};
-use crate::report::{BytesReport, Decided, DecidedLayer, DecidedTactic, RankReport, RunReport, StepReport};
+use crate::report::{BytesReport, Decided, DecidedLayer, DecidedTactic, LinkBytes, RankReport, RunReport, StepReport};
 use crate::world::World;
 
 /// What a rank knows of itself before its layers are added.
@@ -22,6 +22,7 @@ pub(super) fn new_report(world: &World, job: &Job<'_>, session: &Session, share:
         rows_received: 0,
         dispatch_bytes_sent: 0,
         bytes_to: Vec::new(),
+        links: LinkBytes::default(),
         step_collectives: 0,
         launches: Vec::new(),
         layers: Vec::new(),
@@ -36,10 +37,11 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         quant: layer.decision().quant.name().to_owned(),
         activation: layer.decision().activation.to_string(),
         transport: layer.carrier().name().to_owned(),
+        levels: layer.levels().name().to_owned(),
         payload: layer.travel().payload.name().to_owned(),
         combine: layer.travel().mode.name().to_owned(),
         combine_dtype: layer.travel().row_form.form.name().to_owned(),
-        identities: layer.selected().identities().iter().map(ToString::to_string).collect(),
+        identities: layer.identities().iter().map(ToString::to_string).collect(),
         dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
         why: layer.selected().why.to_string(),
     };
@@ -48,6 +50,7 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
     Decided {
         deployment: job.deployment.name.clone(),
         num_ranks: world.size(),
+        num_nodes: session.nodes().num_nodes(),
         technique: technique.to_owned(),
         isa: isa.to_string(),
         selection: selection.to_string(),

@@ -94,7 +94,16 @@ fn destinations(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
         to.local,
         to.scale_up,
         to.scale_out
-    )
+    )?;
+    if plan.levels == "two" {
+        let sent = plan.dispatched_per_token;
+        writeln!(
+            f,
+            "in two levels it crosses to {:.2} other nodes; within its own, rank 0 sends {:.2} tokens for each that it brings",
+            sent.scale_out, sent.scale_up
+        )?;
+    }
+    Ok(())
 }
 
 fn ranks(plan: &Plan) -> Table {

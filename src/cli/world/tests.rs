@@ -10,12 +10,13 @@ use crate::world::Group;
 use crate::world::simulated::simulate;
 
 /// Another value than the default for every key; `version` has one value only.
-const OTHER_VALUES: [(&str, &str); 30] = [
+const OTHER_VALUES: [(&str, &str); 32] = [
     ("name", "another"),
     ("cluster.nodes", "2"),
     ("cluster.ranks_per_node", "4"),
     ("cluster.device", "auto"),
     ("cluster.share_gpus", "true"),
+    ("cluster.scale_up_ranks", "2"),
     ("links.scale_up_gbyte_per_s", "450"),
     ("links.scale_out_gbyte_per_s", "50"),
     ("links.memory_gbyte_per_s", "4800"),
@@ -29,6 +30,7 @@ const OTHER_VALUES: [(&str, &str); 30] = [
     ("moe.batch_invariant", "true"),
     ("moe.tuning", "on"),
     ("dispatch.transport", "host"),
+    ("dispatch.levels", "two"),
     ("dispatch.payload", "f32"),
     ("dispatch.num_max_tokens_per_rank", "4096"),
     ("dispatch.chunk_tokens", "64"),

@@ -28,7 +28,7 @@ use crate::dispatch::region::{Flag, Rooms};
 use crate::gpu::{Gpu, grow};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::Run;
-use crate::world::{Exchanged, World};
+use crate::world::{Cargo, Exchanged, World};
 
 /// Tokens of a rank that go at once, on its device.
 #[derive(Debug, Clone)]
@@ -164,7 +164,7 @@ impl DeviceTransport {
         let row_bytes = self.stages.forms().travel.layout(tokens.num_topk).row_bytes();
         let max_run_bytes = chunk_tokens * row_bytes;
         let counts = [scaled(&sent.num_tokens, row_bytes), scaled(&received.num_tokens, row_bytes)];
-        world.count_carried_to(&counts[0]);
+        world.count_carried_to(Cargo::Tokens, &counts[0]);
         let mut arrived = buffers.packed.address();
         if world.size() > 1 {
             grow(&mut buffers.arrived, received.total_tokens() * row_bytes)?;
@@ -202,7 +202,7 @@ impl DeviceTransport {
         let told = nvlink.told(num_local_experts, (chunk_tokens, num_topk))?;
         let words: Vec<u32> = told.iter().flat_map(|told| told.counts.iter().copied()).collect();
         let received = ReceivedCounts::new(num_local_experts, &words);
-        count_pushed(world, [&sent.num_tokens, &received.num_tokens], row_bytes);
+        count_pushed(world, Cargo::Tokens, [&sent.num_tokens, &received.num_tokens], row_bytes);
         self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
         let home_starts = told.iter().map(|told| told.home_start).collect();
         Ok(DeviceHandle { sent, received, pushed: Some(Pushed { push, home_starts }) })
@@ -237,14 +237,14 @@ impl DeviceTransport {
                 let homes = push.homes(num_back, home_starts, row_bytes);
                 let homes = Some((homes, push.raise(Flag::Rows)));
                 self.stages.give_back(buffers, &handle.received, tokens.num_topk, homes)?;
-                count_pushed(world, [num_back, num_home], row_bytes);
+                count_pushed(world, Cargo::Rows, [num_back, num_home], row_bytes);
                 nvlink.hear(world, push, Flag::Rows)?;
                 push.home()
             }
             (Way::Carried(carrier), _) if world.size() > 1 => {
                 self.stages.give_back(buffers, &handle.received, tokens.num_topk, None)?;
                 let counts = [scaled(num_back, row_bytes), scaled(num_home, row_bytes)];
-                world.count_carried_to(&counts[0]);
+                world.count_carried_to(Cargo::Rows, &counts[0]);
                 grow(&mut buffers.home, counts[1].iter().sum())?;
                 let max_rows = chunk_tokens * travel.mode.max_rows(tokens.num_topk);
                 let (back, home) = (&buffers.back, &mut buffers.home);
@@ -253,7 +253,7 @@ impl DeviceTransport {
             }
             _ => {
                 self.stages.give_back(buffers, &handle.received, tokens.num_topk, None)?;
-                world.count_carried_to(&scaled(num_back, row_bytes));
+                world.count_carried_to(Cargo::Rows, &scaled(num_back, row_bytes));
                 buffers.back.address()
             }
         };
@@ -281,10 +281,10 @@ impl DeviceTransport {
 }
 
 /// Counts what leaves and what comes, rows of `row_bytes` for and from each rank, as [`DeviceTransport::carry`] does.
-fn count_pushed(world: &World, [sent, received]: [&[usize]; 2], row_bytes: usize) {
+fn count_pushed(world: &World, cargo: Cargo, [sent, received]: [&[usize]; 2], row_bytes: usize) {
     let of_others = |counts: &[usize]| (counts.iter().sum::<usize>() - counts[world.rank().index()]) as u64;
     let (sent_bytes, received_bytes) = (of_others(sent) * row_bytes as u64, of_others(received) * row_bytes as u64);
-    world.count_carried_to(&scaled(sent, row_bytes));
+    world.count_carried_to(cargo, &scaled(sent, row_bytes));
     world.count_carried(Exchanged { sent_bytes, received_bytes, rounds: 1 });
     tracing::debug!(carrier = "nvlink", sent_bytes, "carried or queued");
 }

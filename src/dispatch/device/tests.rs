@@ -30,6 +30,7 @@ struct World {
     quantise: Option<f32>,
     mode: CombineMode,
     form: CombineForm,
+    values: Values,
 }
 
 /// Tokens of one rank.
@@ -37,6 +38,15 @@ struct Home {
     values: Vec<f32>,
     idx: Vec<i32>,
     weights: Vec<f32>,
+}
+
+/// What tokens hold.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Values {
+    /// Between -16 and 16.
+    Plain,
+    /// About an input scale, with all that quantising treats specially: see [`around_scale`].
+    Around(f32),
 }
 
 /// xorshift64*, so that a seed says everything.
@@ -86,10 +96,44 @@ impl World {
             if bf16 { half::bf16::from_f32(value).to_f32() } else { value }
         };
         let is_bf16 = self.payload == PayloadForm::Bf16;
-        let values = (0..num_tokens * self.hidden).map(|_| value(is_bf16)).collect();
+        let values = match self.values {
+            Values::Plain => (0..num_tokens * self.hidden).map(|_| value(is_bf16)).collect(),
+            Values::Around(input_scale) => around_scale(self.seed, num_tokens * self.hidden, input_scale),
+        };
         let weights = idx.iter().map(|_| value(false)).collect();
         Home { values, idx, weights }
     }
+}
+
+/// Blocks that are special throughout: zeros of both signs, the smallest and largest subnormals, infinities, one value alone.
+const SPECIAL: [[f32; 4]; 6] = [
+    [0.0, -0.0, 0.0, -0.0],
+    [f32::from_bits(1), -f32::from_bits(1), f32::from_bits(0x007F_FFFF), 0.0],
+    [f32::INFINITY, 1.0, f32::NEG_INFINITY, -1.0],
+    [f32::MAX, f32::MIN, f32::MIN_POSITIVE, 0.0],
+    [6.0, 5.0, 0.25, -0.25],
+    [448.0 * 6.0, 464.0 * 6.0, 465.0 * 6.0, 2.5],
+];
+
+/// Values from far below to far above what an input scale holds: a quarter on or beside ties, some subnormal.
+fn around_scale(seed: u64, len: usize, input_scale: f32) -> Vec<f32> {
+    let mut random = Random(seed);
+    let mut x = Vec::with_capacity(len);
+    for special in SPECIAL {
+        x.extend((0..nvfp4::BLOCK).map(|i| special[i % 4] * input_scale));
+        x.extend((0..nvfp4::BLOCK).map(|i| special[i % 4]));
+    }
+    while x.len() < len {
+        let size = input_scale * 2f32.powi(i32::try_from(random.below(34)).unwrap() - 16);
+        for i in 0..nvfp4::BLOCK {
+            let tie = (f32::from(u8::try_from(random.below(65)).unwrap()) - 32.0) / 4.0;
+            let value = if i % 4 == 0 { tie } else { random.value() } * size;
+            let beside = value.to_bits().wrapping_add(u32::try_from(random.below(3)).unwrap()).wrapping_sub(1);
+            x.push(if i % 8 == 0 && value != 0.0 { f32::from_bits(beside) } else { value });
+        }
+    }
+    x.truncate(len);
+    x
 }
 
 impl Home {
@@ -360,8 +404,9 @@ fn gpu_ranks_1_to_16_pack_and_combine_like_the_host() {
     for (payload, quantise, mode, form) in all_forms() {
         for num_tokens in [vec![37], vec![5, 64], vec![0, 9, 1], vec![33; 8], (0..16).map(|rank| rank * 3).collect()] {
             for (num_experts, num_topk, hidden) in [(7, 3, 48), (61, 8, 256), (5, 40, 16)] {
-                let (num_tokens, seed) = (num_tokens.clone(), num_experts as u64);
-                let world = World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form };
+                let (num_tokens, seed, values) = (num_tokens.clone(), num_experts as u64, Values::Plain);
+                let world =
+                    World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form, values };
                 bench.play(&world);
             }
         }
@@ -381,7 +426,8 @@ fn gpu_random_worlds_pack_and_combine_like_the_host() {
             worlds.new_tree(&mut runner).expect("a world").current();
         let (payload, quantise, mode, form) = forms[form];
         let hidden = if is_wide { 144 } else { 16 };
-        bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form });
+        let values = Values::Plain;
+        bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form, values });
     }
 }
 
@@ -397,6 +443,33 @@ fn gpu_many_tokens_pack_and_combine_like_the_host() {
     for num_tokens in [vec![5000], vec![3000, 2500]] {
         let (payload, quantise, mode, form) = all_forms()[0];
         let (num_experts, num_topk, hidden, seed) = (896, 16, 64, 3);
-        bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form });
+        let values = Values::Plain;
+        bench.play(&World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form, values });
+    }
+}
+
+/// 10 million values to codes and block scales where tokens are packed, and through NVFP4 where they arrive, under each of
+/// four input scales.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn gpu_quantises_ten_million_values_like_the_host() {
+    let mut bench = Bench::new();
+    let (num_experts, num_topk, hidden, seed, mode, form) = (1, 1, 256, 31, CombineMode::Rank, CombineForm::Bf16);
+    for input_scale in [1.0, 0.0037, nvfp4::MIN_INPUT_SCALE, 1e3] {
+        for (payload, quantise) in [(PayloadForm::Nvfp4 { input_scale }, None), (PayloadForm::F32, Some(input_scale))] {
+            let (num_tokens, values) = (vec![39_063], Values::Around(input_scale));
+            bench.play(&World {
+                num_experts,
+                num_topk,
+                hidden,
+                num_tokens,
+                seed,
+                payload,
+                quantise,
+                mode,
+                form,
+                values,
+            });
+        }
     }
 }

@@ -4,18 +4,18 @@ mod ceilings;
 mod dense;
 pub mod dispatch;
 mod echo;
+mod gated;
 pub mod grouped_gemm;
 pub mod nvlink;
 mod probes;
-mod quantise;
 mod schedule;
 mod topk;
 
 pub use ceilings::{ReadAll, ReadArgs};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use echo::{EchoArgs, EchoKernel};
+pub use gated::{Gated, GatedArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
-pub use quantise::{QuantiseArguments, QuantiseVariant};
 pub use schedule::{BatchSchedules, Chooser, Family};
 pub use topk::{TopkArgs, TopkVariant};
 
@@ -31,27 +31,22 @@ use grouped_gemm::{GatherTokens, GroupedGemm, Schedule, Weights};
 /// Every variant of every kernel for an architecture, for those who compile all of them.
 #[must_use]
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
-    let quantise = QuantiseVariant::ALL.map(|variant| variant.request(arch));
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
     let around = around.chain([nvlink::NvlinkKernels.request(arch), EchoKernel { hidden: 3584 }.request(arch)]);
-    let others = [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch)];
-    quantise.into_iter().chain(others.into_iter().flatten()).chain(around).collect()
+    let others =
+        [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch), gated::all(arch)];
+    others.into_iter().flatten().chain(around).collect()
 }
 
 /// The kernels that a layer may need on an architecture: they follow from the layer alone, so that their number does not
 /// grow with tokens.
 #[must_use]
 pub fn for_layer(problem: &Problem, decision: &LayerDecision, batch_invariant: bool, arch: Arch) -> Vec<KernelRequest> {
-    let of_shared = problem.shared.is_some_and(|shared| shared.quantised_activations);
-    let quantises = problem.quantisation.quantised_activations || of_shared;
-    // bf16 hidden states; the latent and FC2's input are f32.
-    let variants = if quantises { &QuantiseVariant::ALL[..] } else { &[] };
     let families = if arch == Arch::Sm90a { &[Family::Wgmma, Family::MmaSync][..] } else { &[Family::MmaSync] };
     let choosers = families.iter().map(|&family| Chooser { family, batch_invariant });
     let products = choosers.flat_map(|chooser| products(problem, decision.activation, chooser, arch));
-    let variants = variants.iter().map(|variant| variant.request(arch));
-    variants.chain(travel(problem, decision, arch)).chain(products).collect()
+    travel(problem, decision, arch).into_iter().chain(products).collect()
 }
 
 /// The kernels of what surrounds a layer's routed experts; none where the host computes that.
@@ -97,6 +92,10 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
             requests.push(GatherTokens { hidden }.request(arch));
         }
         requests.extend(schedules.into_iter().map(|schedule| schedule.request(&gemm, arch)));
+        if group.members == Members::Shared && quant == Quant::None {
+            // Where cublasLt multiplies for it.
+            requests.push(Gated { activation }.request(arch));
+        }
     }
     requests
 }

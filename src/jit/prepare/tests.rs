@@ -1,7 +1,7 @@
 //! Keys in the compared record, and messages that no launcher provokes here.
 
 use super::super::arch::Arch;
-use super::super::kernels::QuantiseVariant;
+use super::super::kernels::DenseKernels;
 use super::super::nvrtc::Compiled;
 use super::*;
 use crate::exit::{Classify, Exit};
@@ -9,7 +9,7 @@ use crate::facts::BUILD;
 use crate::select::fingerprint::FieldDifference;
 
 fn prepared(define: bool, compiler: &str) -> Prepared {
-    let mut request = QuantiseVariant::Bf16.request(Arch::Sm90a);
+    let mut request = DenseKernels.request(Arch::Sm90a);
     let described = request.clone();
     if define {
         request = request.with("STALE", true);
@@ -37,7 +37,7 @@ fn hazard_07_keys_are_in_the_session_fingerprint() {
         let differences: Vec<FieldDifference> =
             crate::select::fingerprint::diff([(Rank(0), &alike), (Rank(1), &other)]);
         assert_eq!(differences.len(), 1, "{differences:?}");
-        assert!(differences[0].field.starts_with("kernels.quantise for sm_90a"), "{differences:?}");
+        assert!(differences[0].field.starts_with("kernels.dense for sm_90a"), "{differences:?}");
     }
 }
 

@@ -131,6 +131,7 @@ fn load(
             mode: CombineMode::Slot,
             row_form: row_form(geometry, &decision),
         },
+        nodes: None,
         carrier: Transport::Host,
         device: None,
         block: None,

@@ -26,7 +26,7 @@ pub fn layers(report: &RunReport) -> Markup {
                 th { (spans(layers)) }
                 td { (layer.quant) }
                 td { (layer.activation) }
-                td { (layer.payload) " over " (layer.transport) }
+                td { (layer.payload) " over " (layer.transport) @if layer.levels == "two" { " in two levels" } }
                 td { (layer.combine_dtype) ", a row a " (layer.combine) }
                 td { @for identity in &layer.identities { code { (identity) } " " } }
                 td { (layer.why) }

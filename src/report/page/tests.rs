@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dispatch::capacity::BufferPlan;
-use crate::report::{Decided, DecidedLayer, RankReport, StepReport};
+use crate::report::{Decided, DecidedLayer, LinkBytes, RankReport, StepReport};
 
 /// A run of so many ranks, experts and layers; ranks lie eight on a host, and experts are as busy as their number's digits say.
 struct Made {
@@ -18,6 +18,7 @@ impl Made {
         let decided = Decided {
             deployment: self.name.to_owned(),
             num_ranks: self.num_ranks,
+            num_nodes: self.num_ranks.div_ceil(8),
             technique: "simd".to_owned(),
             isa: "avx2".to_owned(),
             selection: "5".repeat(64),
@@ -37,6 +38,7 @@ impl Made {
             quant: "nvfp4".to_owned(),
             activation: "situ:4,25".to_owned(),
             transport: "host".to_owned(),
+            levels: "two".to_owned(),
             payload: "bf16".to_owned(),
             combine: "slot".to_owned(),
             combine_dtype: "f32".to_owned(),
@@ -68,7 +70,7 @@ impl Made {
         serde_json::from_value(serde_json::json!({
             "rank": rank, "host": format!("{}-{}", self.name, rank / 8), "num_tokens": 3, "num_threads": 1,
             "bytes_read": {"experts": 1, "replicated": 2}, "weight_bytes": 3, "planned_bytes": 4, "peak_rss_bytes": 5,
-            "rows_sent": 6, "rows_received": 7, "dispatch_bytes_sent": 8, "bytes_to": bytes_to, "step_collectives": 9,
+            "rows_sent": 6, "rows_received": 7, "dispatch_bytes_sent": 8, "links": LinkBytes::default(), "bytes_to": bytes_to, "step_collectives": 9,
             "launches": (0..self.num_layers).map(launch).collect::<Vec<_>>(),
             "layers": (0..self.num_layers).map(of_layer).collect::<Vec<_>>(),
             "phases": [["load", 1.5], ["dispatch", 0.25], ["experts", 0.5 + rank as f64]],

@@ -49,6 +49,8 @@ pub struct Descriptor {
     pub max_num_nodes: Option<u32>,
     /// What may carry its tokens, the best first.
     pub transports: Vec<Transport>,
+    /// Its ranks can pass tokens on to others of their node.
+    pub forwards: bool,
     /// Forms in which it takes tokens.
     pub payloads: Vec<Payload>,
     /// Forms in which it gives rows back.

@@ -59,6 +59,7 @@ impl Descriptor {
             max_tensor_parallel,
             max_num_nodes,
             transports,
+            forwards,
             payloads,
             combine_dtypes,
             batch_invariant,
@@ -82,6 +83,7 @@ impl Descriptor {
             ("max_tensor_parallel", other.max_tensor_parallel <= *max_tensor_parallel),
             ("max_num_nodes", nodes(&other.max_num_nodes) <= nodes(max_num_nodes)),
             ("transports", other.transports.iter().all(|transport| transports.contains(transport))),
+            ("forwards", *forwards || !other.forwards),
             ("payloads", other.payloads.iter().all(|payload| payloads.contains(payload))),
             ("combine_dtypes", other.combine_dtypes.iter().all(|dtype| combine_dtypes.contains(dtype))),
             ("batch_invariant", *batch_invariant || !other.batch_invariant),
@@ -161,6 +163,8 @@ mod tests {
 
     #[test]
     fn an_instance_may_not_add() {
+        let narrowed = simd().narrow(|d| d.forwards = false).unwrap();
+        assert_eq!(narrowed.narrow(|d| d.forwards = true).unwrap_err().fields, ["forwards"]);
         type Edit = fn(&mut Descriptor);
         let edits: [(&str, Edit); 10] = [
             ("identity", |d| d.identity.quant = Quant::None),

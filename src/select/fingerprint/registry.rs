@@ -47,6 +47,7 @@ fn add_descriptor(fields: &mut Fields, descriptor: &Descriptor) {
         max_tensor_parallel,
         max_num_nodes,
         transports,
+        forwards,
         payloads,
         combine_dtypes,
         batch_invariant,
@@ -70,6 +71,7 @@ fn add_descriptor(fields: &mut Fields, descriptor: &Descriptor) {
     add("max_tensor_parallel", (*max_tensor_parallel).into());
     add("max_num_nodes", (*max_num_nodes).into());
     add("transports", Value::list(transports));
+    add("forwards", (*forwards).into());
     add("payloads", Value::set(payloads));
     add("combine_dtypes", Value::set(combine_dtypes));
     add("batch_invariant", (*batch_invariant).into());

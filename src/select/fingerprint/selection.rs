@@ -8,7 +8,7 @@ use super::super::problem::{Problem, Quantisation, SharedProblem};
 use super::super::registry::Registry;
 use super::super::resolve::{LayerSelection, Selection};
 use super::{Fields, Fingerprint, FingerprintError, Kind, Value, registry as registry_fields};
-use crate::config::Device;
+use crate::config::{Device, Levels};
 
 impl Selection {
     /// The fingerprint of this selection, given what it was resolved from: equal wherever it is computed from equal facts.
@@ -25,7 +25,7 @@ impl Selection {
     ) -> Result<Fingerprint, FingerprintError> {
         let mut fields = Fields::new(Kind::Selection);
         add_deployment(&mut fields, deployment);
-        if self.reads_node_layout(registry) {
+        if self.reads_node_layout(registry) || self.layers.iter().any(|selected| selected.levels == Levels::Two) {
             fields.add("world.node_of_rank", Value::list(&deployment.node_of_rank));
         }
         add_environments(&mut fields, deployment, environments, registry);
@@ -59,6 +59,7 @@ fn add_deployment(fields: &mut Fields, deployment: &DeploymentFacts) {
         combine,
         batch_invariant,
         transport,
+        levels,
         payload,
         combine_dtype,
         num_max_tokens_per_rank,
@@ -87,6 +88,7 @@ fn add_deployment(fields: &mut Fields, deployment: &DeploymentFacts) {
     fields.add("moe.combine", Value::text(combine));
     fields.add("moe.batch_invariant", *batch_invariant);
     fields.add("dispatch.transport", Value::text(transport));
+    fields.add("dispatch.levels", Value::text(levels));
     fields.add("dispatch.payload", Value::text(payload));
     fields.add("dispatch.combine_dtype", Value::text(combine_dtype));
     fields.add("dispatch.num_max_tokens_per_rank", *num_max_tokens_per_rank);
@@ -174,11 +176,12 @@ fn add_problem(fields: &mut Fields, problem: &Problem) {
 
 /// What runs. Who else could have, and why not, is information: see [`Information`](super::Information).
 fn add_selected(fields: &mut Fields, selected: &LayerSelection) {
-    let LayerSelection { layer, winner, transport, why, .. } = selected;
+    let LayerSelection { layer, winner, transport, levels, why, .. } = selected;
     let mut add = |field: &str, value: Value| fields.add(format!("layers.{}.selection.{field}", layer.0), value);
     add("winner", Value::text(winner.identity));
     add("companions", Value::set(&winner.companions));
     add("instruction_set", winner.instruction_set.map(|set| set.name()).into());
     add("transport", Value::text(transport));
+    add("levels", Value::text(levels));
     add("why", Value::text(why));
 }

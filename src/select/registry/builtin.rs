@@ -83,7 +83,7 @@ fn gpu(technique: &'static str, quant: Quant, compute_capabilities: &[Capability
     let libraries = BTreeMap::from([(Library::Driver, None)]);
     // NCCL goes from GPU to GPU: a rank that computes on its cores has none to go through.
     let transports = vec![Transport::Nvlink, Transport::Nccl, Transport::Host];
-    Descriptor { transports, ..grouped_gemm(technique, quant, (target, libraries)) }
+    Descriptor { transports, forwards: false, ..grouped_gemm(technique, quant, (target, libraries)) }
 }
 
 /// All techniques compute rows alike, so that shapes matter only as far as NVFP4's blocks go.
@@ -118,6 +118,7 @@ fn grouped_gemm(
         max_tensor_parallel: 1,
         max_num_nodes: None,
         transports: vec![Transport::Host],
+        forwards: true,
         payloads,
         combine_dtypes: vec![CombineDtype::F32, CombineDtype::Bf16],
         batch_invariant: true,

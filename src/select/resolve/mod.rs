@@ -15,7 +15,7 @@ use super::joint::Joint;
 use super::problem::{Problem, ProblemError, layer_number};
 use super::registry::Registry;
 use super::request::Request;
-use crate::config::{Device, Transport};
+use crate::config::{Device, Levels, Transport};
 use crate::ids::LayerIdx;
 
 /// What every layer runs, and why.
@@ -40,6 +40,9 @@ pub struct LayerSelection {
     /// What carries its tokens.
     #[serde(serialize_with = "transport_name")]
     pub transport: Transport,
+    /// Whether they go once to each rank or once to each node; decided, so never `auto`.
+    #[serde(serialize_with = "levels_name")]
+    pub levels: Levels,
     /// Why this one.
     pub why: Why,
     /// The others that could run it, the preferred first.
@@ -67,6 +70,10 @@ pub enum Why {
 
 fn transport_name<S: serde::Serializer>(transport: &Transport, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(transport)
+}
+
+fn levels_name<S: serde::Serializer>(levels: &Levels, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(levels)
 }
 
 impl LayerSelection {
@@ -196,6 +203,7 @@ fn refuse_mixed_world(request: &Request, deployment: &DeploymentFacts, joint: &J
 struct Verdict {
     winner: Candidate,
     transport: Transport,
+    levels: Levels,
     why: Why,
     others: Vec<Candidate>,
     refused: Vec<Candidate>,
@@ -203,12 +211,13 @@ struct Verdict {
 
 impl Verdict {
     fn of_layer(&self, problem: &Problem) -> LayerSelection {
-        let Self { winner, transport, why, others, refused } = self;
+        let Self { winner, transport, levels, why, others, refused } = self;
         LayerSelection {
             layer: problem.layer,
             problem: problem.clone(),
             winner: winner.clone(),
             transport: *transport,
+            levels: *levels,
             why: why.clone(),
             others: others.clone(),
             refused: refused.clone(),
@@ -243,5 +252,6 @@ fn choose(problem: &Problem, inquiry: Inquiry<'_>) -> Result<Verdict, Box<Layers
         Request::Family(family) => Why::Family(family),
         Request::Pin { query, .. } => Why::Pinned(query.clone()),
     };
-    Ok(Verdict { winner, transport, why, others, refused })
+    let can_forward = registry.descriptor(winner.identity).is_some_and(|descriptor| descriptor.forwards);
+    Ok(Verdict { winner, transport, levels: deployment.levels(can_forward), why, others, refused })
 }

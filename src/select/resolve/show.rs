@@ -7,6 +7,7 @@ use super::super::problem::{counted, list};
 use super::super::ranks::Layers;
 use super::super::refusal::Reason;
 use super::{LayerSelection, Selection, Why};
+use crate::config::Levels;
 
 /// What every implementation says, one after the other.
 ///
@@ -71,7 +72,7 @@ impl Selection {
 impl fmt::Display for LayerSelection {
     /// What runs and why, without the layer and the others.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { winner, transport, why, .. } = self;
+        let Self { winner, transport, levels, why, .. } = self;
         write!(f, "{}", winner.identity)?;
         if !winner.companions.is_empty() {
             write!(f, " with {}", list(winner.companions.iter().map(|identity| identity.quant), ", "))?;
@@ -79,7 +80,8 @@ impl fmt::Display for LayerSelection {
         if let Some(instruction_set) = winner.instruction_set {
             write!(f, " on {instruction_set}")?;
         }
-        write!(f, " over {transport}, {why}")
+        let levels = if *levels == Levels::Two { " in two levels" } else { "" };
+        write!(f, " over {transport}{levels}, {why}")
     }
 }
 

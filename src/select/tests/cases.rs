@@ -4,7 +4,7 @@ use super::super::environment::Fact;
 use super::super::fingerprint::diff;
 use super::super::*;
 use super::worlds::{deployment, gb300, h200, host, hosts, k3, qwen3, registry, small_geometry};
-use crate::config::{self, Activations, Device};
+use crate::config::{self, Activations, Device, Levels};
 use crate::exit::{Classify, Exit};
 use crate::ids::{LayerIdx, Rank};
 
@@ -52,6 +52,25 @@ fn case_e2_a_setting_of_one_host_is_named_with_each_ranks_value() {
     let differences = diff([(Rank(0), &launching), (Rank(1), &remote), (Rank(2), &remote)]);
     let text: Vec<String> = differences.iter().map(ToString::to_string).collect();
     insta::assert_snapshot!("case_e2", text.join("\n"));
+}
+
+/// What runs on GPUs sends straight to each rank: `auto` leaves it at that, and asking for more is refused.
+#[test]
+fn two_levels_are_chosen_only_where_tokens_can_be_passed_on() {
+    let nodes = |device, levels| {
+        let facts = DeploymentFacts { node_of_rank: vec![0, 0, 1, 1], levels, ..deployment(4, device, "auto") };
+        let rank = if device == Device::Gpu { h200() } else { host(InstructionSet::Avx2) };
+        resolve(&[k3(1)], &facts, &vec![rank; 4], &Registry::builtin())
+    };
+    let levels = |device, levels| nodes(device, levels).unwrap().layers[0].levels;
+    assert_eq!(levels(Device::Cpu, Levels::Auto), Levels::Two);
+    assert_eq!(levels(Device::Cpu, Levels::One), Levels::One);
+    assert_eq!(levels(Device::Gpu, Levels::Auto), Levels::One);
+    let error = nodes(Device::Gpu, Levels::Two).unwrap_err();
+    let wanted = "topology: sends tokens straight to their ranks; dispatch.levels is two: set it to auto or one";
+    assert!(error.to_string().contains(wanted), "{error}");
+    let text = nodes(Device::Cpu, Levels::Two).unwrap().to_string();
+    assert!(text.contains(" over host in two levels, preferred by backend auto"), "{text}");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use super::super::descriptor::{Descriptor, Target};
 use super::super::environment::{Environment, Fact, Gpu, version_at_least};
 use super::super::*;
 use super::worlds::{a100, deployment, gb300, h200, host, k3, qwen3, registry, unquantised_shared};
-use crate::config::{CombineDtype, Device, Payload, Transport};
+use crate::config::{CombineDtype, Device, Levels, Payload, Transport};
 
 fn problems() -> Vec<Problem> {
     let base = [k3(1), qwen3(1)];
@@ -104,6 +104,7 @@ fn deployments() -> Vec<DeploymentFacts> {
     deployments.push(with(&|d| d.share_gpus = true));
     deployments.push(with(&|d| d.tensor_parallel = 2));
     deployments.push(with(&|d| d.node_of_rank = vec![0, 1]));
+    deployments.extend([Levels::One, Levels::Two].map(|levels| with(&|d| d.levels = levels)));
     for counts in [vec![448, 448], vec![896, 0], vec![128, 0], vec![64, 64], vec![1, 2, 3]] {
         deployments.push(with(&|d| d.experts = ExpertSplit::Blocks(counts.clone())));
     }
@@ -127,7 +128,8 @@ fn admits_group(d: &Descriptor, problem: &Problem, deployment: &DeploymentFacts,
         dealt && local.min <= least && most <= local.max.unwrap_or(most) && (least == most || d.uneven_experts);
     let topk = d.num_topk.min <= problem.num_topk && problem.num_topk <= d.num_topk.max.unwrap_or(problem.num_topk);
     let travels = (deployment.payload == Payload::Auto || d.payloads.contains(&deployment.payload))
-        && (deployment.combine_dtype == CombineDtype::Auto || d.combine_dtypes.contains(&deployment.combine_dtype));
+        && (deployment.combine_dtype == CombineDtype::Auto || d.combine_dtypes.contains(&deployment.combine_dtype))
+        && (deployment.levels != Levels::Two || d.forwards);
     shapes
         && d.activations.contains(&problem.activation)
         && (d.bias || !problem.has_bias)

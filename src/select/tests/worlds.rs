@@ -93,6 +93,7 @@ fn gpu(technique: &'static str, quant: Quant, compute_capabilities: Vec<Capabili
         max_tensor_parallel: 1,
         max_num_nodes: None,
         transports: vec![Transport::Nccl, Transport::Host],
+        forwards: false,
         payloads: vec![Payload::Bf16],
         combine_dtypes: vec![CombineDtype::Bf16],
         batch_invariant: true,

@@ -48,7 +48,7 @@ impl Warmup {
     }
 
     fn job(&self, job: Job) -> Job {
-        let job = job.args(["warmup", "--model", "kimi-k3", "--kernels", "quantise", "--into", "ranks", "--json"]);
+        let job = job.args(["warmup", "--model", "kimi-k3", "--kernels", "dense_product", "--into", "ranks", "--json"]);
         let job = job.args(["--arch", "sm_90a", "--cache-dir"]).args([&self.cache]);
         match &self.nvrtc {
             Some(nvrtc) => job.env("LOCKSTEP_NVRTC", nvrtc),
@@ -96,7 +96,7 @@ fn walk(dir: &Path, entries: &mut Vec<PathBuf>, others: &mut Vec<PathBuf>) {
 
 /// How often any rank says that it has compiled something.
 fn compilations(outcome: &Outcome) -> usize {
-    outcome.stderr.lines().filter(|line| line.contains("compiled quantise")).count()
+    outcome.stderr.lines().filter(|line| line.contains("compiled dense_product")).count()
 }
 
 fn report(outcome: &Outcome) -> Value {
@@ -151,7 +151,7 @@ fn f1_eight_processes_race() {
     let Some(warmup) = Warmup::new() else { return };
     let start = || {
         let mut command = Command::new(places::binary());
-        command.args(["warmup", "--model", "kimi-k3", "--kernels", "quantise", "--into", "ranks"]);
+        command.args(["warmup", "--model", "kimi-k3", "--kernels", "dense_product", "--into", "ranks"]);
         command.args(["--cache-layout", "flat", "--arch", "sm_90a"]);
         command.arg("--cache-dir").arg(&warmup.cache).stdout(std::process::Stdio::null());
         if let Some(nvrtc) = &warmup.nvrtc {
@@ -236,7 +236,7 @@ fn f3_a_damaged_entry_is_set_aside_and_replaced() {
 fn f5_nothing_to_compile_with() {
     let Some(warmup) = Warmup::new() else { return };
     let without = |job: Job| job.env("LOCKSTEP_NVRTC", "/nowhere/libnvrtc.so.13").env("LOCKSTEP_COMPILE_S", "20");
-    let needles = ["quantise for sm_90a", "/nowhere/libnvrtc.so.13", "LOCKSTEP_NVRTC", "(on all 2 ranks)"];
+    let needles = ["dense_product for sm_90a", "/nowhere/libnvrtc.so.13", "LOCKSTEP_NVRTC", "(on all 2 ranks)"];
     let cold = without(warmup.per_rank(2)).run();
     cold.fails_clearly(3, &needles[3..]);
     let cold = without(warmup.per_rank(2)).run();
@@ -279,7 +279,8 @@ fn with_mounts(warmup: &Warmup, line: &str) -> Option<std::process::Output> {
     let mut command = Command::new("unshare");
     command.args(["-m", "sh", "-c", line]);
     command.env("LOCKSTEP", places::binary()).env("CACHE", &warmup.cache);
-    command.env("WARMUP", "warmup --model kimi-k3 --kernels quantise --into ranks --cache-layout flat --arch sm_90a");
+    command
+        .env("WARMUP", "warmup --model kimi-k3 --kernels dense_product --into ranks --cache-layout flat --arch sm_90a");
     if let Some(nvrtc) = &warmup.nvrtc {
         command.env("LOCKSTEP_NVRTC", nvrtc);
     }
@@ -328,7 +329,7 @@ fn f5_a_full_file_system() {
 fn require_warm_fails_cold_and_takes_what_warmup_shipped() {
     let Some(warmup) = Warmup::new() else { return };
     let strict = warmup.per_rank(2).args(["--require-warm"]);
-    strict.run().fails_clearly(3, &["require_warm", "quantise for sm_90a", "lockstep warmup", "(on all 2 ranks)"]);
+    strict.run().fails_clearly(3, &["require_warm", "dense_product for sm_90a", "lockstep warmup", "(on all 2 ranks)"]);
     warmup.assert_entries(0);
     // Filled without GPU and launcher, shipped as one directory.
     let shared = warmup.job(alone()).args(["--arch", "sm_80,sm_103a,sm_120a"]).word("ranks", "shared");
@@ -359,7 +360,7 @@ fn j1_a_slow_compilation_is_said_and_waited_for() {
     let Some(warmup) = Warmup::new() else { return };
     let (compiled, outcome) = fine(&warmup.per_rank(2).env("LOCKSTEP_FAULT", "1:compile:delay=12"));
     assert_eq!(compiled, NUM_KERNELS);
-    let line = outcome.stderr.lines().find(|line| line.contains("still compiling quantise for sm_90a"));
+    let line = outcome.stderr.lines().find(|line| line.contains("still compiling dense_product for sm_90a"));
     assert!(line.is_some_and(|line| line.contains("10 s so far") && line.contains("rank")), "{}", outcome.printed());
 }
 
@@ -367,7 +368,8 @@ fn j1_a_slow_compilation_is_said_and_waited_for() {
 fn j1_the_limit_names_who_compiles_what() {
     let Some(warmup) = Warmup::new() else { return };
     let slow = warmup.per_rank(2).env("LOCKSTEP_FAULT", "1:compile:delay=25").env("LOCKSTEP_COMPILE_S", "3");
-    let outcome = slow.run().fails_clearly(5, &["rank 1 still compiling quantise for sm_90a", "timeouts.compile_s"]);
+    let outcome =
+        slow.run().fails_clearly(5, &["rank 1 still compiling dense_product for sm_90a", "timeouts.compile_s"]);
     assert!(!outcome.stderr.contains("communication"), "{}", outcome.printed());
     let (entries, others) = warmup.entries();
     assert!(entries.len() <= NUM_KERNELS && others.is_empty(), "{entries:?} {others:?}");

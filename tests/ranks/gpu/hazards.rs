@@ -132,15 +132,38 @@ fn two_gpus_hazard_11_another_nvrtc() {
 #[test]
 #[ignore = "needs two GPUs, NVRTC and NCCL"]
 fn two_gpus_hazard_11_another_answer_of_the_driver() {
-    let pair = Pair::new();
-    let other = Driver::new(&["DEVICES=2", "INIT=0", "MAJOR=8"], None);
-    let path = format!("{}:{}", word(other.dir()), std::env::var("LD_LIBRARY_PATH").unwrap_or_default());
-    let job = pair.run("mma_sync").env_of(1, "LD_LIBRARY_PATH", &path);
-    pair.stops(&job, 4, &["versions.compute_capability", "on rank 1"]);
-    let failing = Driver::new(&["DEVICES=2", "INIT=0", "MAJOR=9"], None);
-    let path = format!("{}:{}", word(failing.dir()), std::env::var("LD_LIBRARY_PATH").unwrap_or_default());
-    let job = pair.run("mma_sync").env_of(1, "LD_LIBRARY_PATH", &path);
-    pair.stops(&job, 3, &["(rank 1 of 2)", "a stand-in's error"]);
+    let (pair, own) = (Pair::new(), machines_driver());
+    let other = Driver::in_front_of(
+        &own,
+        "int cuDeviceGetAttribute(int *value, int attribute, int device) {
+            int (*own)(int *, int, int) = real(\"cuDeviceGetAttribute\");
+            int result = own(value, attribute, device);
+            if (attribute == 75) *value = 8; /* CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR */
+            return result;
+        }",
+    );
+    pair.stops(
+        &pair.run("mma_sync").env_of(1, "LD_LIBRARY_PATH", &before(&other)),
+        4,
+        &["versions.compute_capability", "on rank 1"],
+    );
+    // CUDA_ERROR_ECC_UNCORRECTABLE
+    let failing = Driver::in_front_of(&own, "int cuDevicePrimaryCtxRetain(void **context, int device) { return 214; }");
+    pair.stops(&pair.run("mma_sync").env_of(1, "LD_LIBRARY_PATH", &before(&failing)), 3, &["(rank 1 of 2)", "ECC"]);
+}
+
+/// The driver that this machine has.
+fn machines_driver() -> PathBuf {
+    let listed = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+    let usual = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
+    let mut dirs = listed.split(':').filter(|dir| !dir.is_empty()).chain(usual).map(Path::new);
+    dirs.find_map(|dir| fs::canonicalize(dir.join("libcuda.so.1")).ok())
+        .expect("a driver, without which there is no GPU")
+}
+
+/// `LD_LIBRARY_PATH` with a driver's directory first.
+fn before(driver: &Driver) -> String {
+    format!("{}:{}", word(driver.dir()), std::env::var("LD_LIBRARY_PATH").unwrap_or_default())
 }
 
 /// Another beta on one rank: as a setting, and in its copy of the model's config.

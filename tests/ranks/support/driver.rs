@@ -1,6 +1,7 @@
 //! Stand-ins for the CUDA driver, compiled here: with devices or none, and without a function where asked.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -66,12 +67,22 @@ impl Driver {
         if let Some(without) = without {
             source = source.replace(&format!("int {without}("), &format!("int no_{without}("));
         }
-        let file = dir.path().join("driver.c");
-        fs::write(&file, source).expect("written");
-        let mut command = Command::new("cc");
-        command.args(["-shared", "-fPIC", "-w", "-o"]).arg(dir.path().join("libcuda.so.1")).arg(&file);
-        command.args(defines.iter().map(|define| format!("-D{define}")));
-        assert!(command.status().expect("cc, which MPI needs as well").success());
+        compile(dir.path(), &source, |command| {
+            command.arg("-Wl,-soname,libcuda.so.1").args(defines.iter().map(|define| format!("-D{define}")));
+        });
+        Self { dir }
+    }
+
+    /// A driver behind functions that answer in its place. They have `real(name)` for its own.
+    pub fn in_front_of(real: &Path, functions: &str) -> Self {
+        let dir = places::temporary_dir();
+        let head = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#define real(name) dlsym(RTLD_NEXT, name)\n";
+        compile(dir.path(), &format!("{head}{functions}"), |command| {
+            // NOTE: an RPATH, which comes before LD_LIBRARY_PATH, and no name of its own: that is the driver's, which the
+            // loader would take for this.
+            let path = format!("-Wl,--disable-new-dtags,-rpath,{}", real.parent().expect("a directory").display());
+            command.args(["-Wl,--no-as-needed", &path]).arg(real);
+        });
         Self { dir }
     }
 
@@ -79,4 +90,15 @@ impl Driver {
     pub fn dir(&self) -> &Path {
         self.dir.path()
     }
+}
+
+/// Compiles the library into a directory, under both names that it is looked for by.
+fn compile(dir: &Path, source: &str, options: impl FnOnce(&mut Command)) {
+    let file = dir.join("driver.c");
+    fs::write(&file, source).expect("written");
+    let mut command = Command::new("cc");
+    command.args(["-shared", "-fPIC", "-w", "-o"]).arg(dir.join("libcuda.so.1")).arg(&file);
+    options(&mut command);
+    assert!(command.status().expect("cc, which MPI needs as well").success());
+    symlink("libcuda.so.1", dir.join("libcuda.so")).expect("linked");
 }

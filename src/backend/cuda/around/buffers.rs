@@ -28,6 +28,10 @@ pub struct AroundBuffers {
     pub(super) normed: DeviceBuffer<u16>,
     /// bf16 `[num_tokens, hidden]` through NVFP4
     pub(super) quantised: DeviceBuffer<u16>,
+    /// f32 `[num_tokens, 2, intermediate]`, FC1's of a shared expert
+    pub(in super::super) products: DeviceBuffer<f32>,
+    /// bf16 `[num_tokens, intermediate]`, what its FC2 reads
+    pub(in super::super) inner: DeviceBuffer<u16>,
     /// 0, 1, 2, ...: the token of each of the shared experts' rows
     pub(super) row_token: DeviceBuffer<u32>,
     /// `[2]` block scales that saturated and that became 0
@@ -67,6 +71,8 @@ impl AroundBuffers {
             latent: DeviceBuffer::uninitialised(device, 0)?,
             normed: DeviceBuffer::uninitialised(device, 0)?,
             quantised: DeviceBuffer::uninitialised(device, 0)?,
+            products: DeviceBuffer::uninitialised(device, 0)?,
+            inner: DeviceBuffer::uninitialised(device, 0)?,
             row_token: DeviceBuffer::uninitialised(device, 0)?,
             counts: DeviceBuffer::zeroed(gpu.stream(), 2)?,
             host: Host {
@@ -86,10 +92,10 @@ impl AroundBuffers {
     /// If the driver fails.
     pub fn poison(&mut self, tools: &DenseTools) -> Result<(), BackendError> {
         let stream = tools.gpu().stream();
-        for buffer in [&mut self.hidden, &mut self.normed, &mut self.quantised] {
+        for buffer in [&mut self.hidden, &mut self.normed, &mut self.quantised, &mut self.inner] {
             buffer.fill_bytes(stream, 0xff)?;
         }
-        for buffer in [&mut self.plain, &mut self.logits, &mut self.weights, &mut self.latent] {
+        for buffer in [&mut self.plain, &mut self.logits, &mut self.weights, &mut self.latent, &mut self.products] {
             buffer.fill_bytes(stream, 0xff)?;
         }
         Ok(self.ids.fill_bytes(stream, 0xff)?)
@@ -203,7 +209,7 @@ impl AroundBuffers {
         DenseRows { address: self.hidden.address(), num_parts: self.num_parts, num_rows: self.num_tokens }
     }
 
-    pub(super) fn first_part(&self) -> DenseRows {
+    pub(in super::super) fn first_part(&self) -> DenseRows {
         DenseRows { num_parts: 1, ..self.rows() }
     }
 

@@ -5,13 +5,15 @@ use super::{Bench, Form, INPUT_SCALE, Shape, Tokens, close, upload};
 use crate::cli::bench::work::Noise;
 use crate::cli::failure::Failure;
 use crate::config::Choice as _;
-use crate::cuda::DeviceBuffer;
+use crate::cuda::{self, DeviceBuffer};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::device::{Buffers, DeviceTokens, DeviceTransport, Echo, Way};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
+use crate::dispatch::placement::Placement;
 use crate::dispatch::region::Rooms;
 use crate::gpu::GpuError;
+use crate::ids::Rank;
 
 /// Narrow tokens of a layer with many slots: many rows in little time.
 const SHAPE: Shape = Shape { hidden: 256, num_experts: 61, num_topk: 8 };
@@ -79,7 +81,7 @@ struct Compared<'a> {
 }
 
 pub(super) fn compare(bench: &Bench<'_>, num_steps: u64) -> Result<RandomReport, Failure> {
-    let Bench { world, gpu, args, .. } = *bench;
+    let Bench { world, args, .. } = *bench;
     let of_form = |form: &Form| form.rooms(SHAPE, world.size(), MAX_TOKENS);
     let ways = bench.ways(FORMS.iter().map(of_form).fold(Rooms::default(), Rooms::max), SHAPE.num_experts)?;
     let mut compared = world.agree(Compared::new(bench, &ways))?;
@@ -87,22 +89,21 @@ pub(super) fn compare(bench: &Bench<'_>, num_steps: u64) -> Result<RandomReport,
     let mut sizes = Noise(args.seed.wrapping_mul(2).wrapping_add(1));
     let mut own = Noise((args.seed << 20 | u64::from(world.rank().0) << 1) + 1);
     let (mut num_tokens, mut num_different, mut first_different) = (0, 0, None);
-    let mut free_bytes = 0;
+    compared.fill()?;
+    let held_bytes = cuda::held_bytes();
     for step in 0..num_steps {
         let drawn = Drawn::new(&mut sizes, world.size());
         num_tokens += drawn.num_tokens.iter().sum::<usize>() as u64;
-        let is_alike = compared.step(step, &drawn, &mut own)?;
-        // Seldom: it is an exchange of its own. A rank remembers until then.
-        if !is_alike {
+        let mine = drawn.num_tokens[world.rank().index()];
+        let ids = random_ids(&mut own, mine);
+        let start = below(&mut own, NUM_TOKENS - mine + 1);
+        // A rank remembers what differs until all tell.
+        if !compared.step(step, &drawn, (start, &ids))? {
             num_different += 1;
             first_different.get_or_insert(step);
         }
-        if step == num_steps / 10 {
-            free_bytes = world.agree(gpu.device().memory().map_err(GpuError::from))?.free_bytes;
-        }
     }
-    let now_free = world.agree(gpu.device().memory().map_err(GpuError::from))?.free_bytes;
-    let told = [num_different, first_different.unwrap_or(u64::MAX), free_bytes.abs_diff(now_free)];
+    let told = [num_different, first_different.unwrap_or(u64::MAX), held_bytes.abs_diff(cuda::held_bytes())];
     let all = world.all_gather_u64(told);
     drop(compared);
     close(world, &ways);
@@ -139,14 +140,27 @@ impl<'a> Compared<'a> {
         })
     }
 
-    /// Whether a step gives this rank the same sums over all transports.
-    fn step(&mut self, step: u64, drawn: &Drawn, own: &mut Noise) -> Result<bool, CarryError> {
+    /// Steps of the most tokens, all of them to each rank in turn: buffers are as large afterwards as any step needs.
+    fn fill(&mut self) -> Result<(), CarryError> {
+        let num_ranks = self.bench.world.size();
+        let placement = Placement::new(SHAPE.num_experts, num_ranks);
+        for target in (0..num_ranks).map(Rank::from_index) {
+            let expert = i32::try_from(placement.local_experts(target).start).unwrap_or(0);
+            for layer in 0..FORMS.len() {
+                let drawn = Drawn { layer, num_tokens: vec![MAX_TOKENS; num_ranks] };
+                self.step(0, &drawn, (0, &[expert; MAX_TOKENS * SHAPE.num_topk]))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a step gives this rank, whose tokens begin at `start`, the same sums over all transports.
+    fn step(&mut self, step: u64, drawn: &Drawn, (start, own_ids): (usize, &[i32])) -> Result<bool, CarryError> {
         let Bench { world, gpu, .. } = *self.bench;
         let (stream, num_topk) = (gpu.stream(), SHAPE.num_topk);
         let num_tokens = drawn.num_tokens[world.rank().index()];
         let most = drawn.num_tokens.iter().copied().max().unwrap_or(0).max(1);
-        let start = below(own, NUM_TOKENS - num_tokens + 1);
-        self.tokens.ids.upload(stream, start * num_topk, &random_ids(own, num_tokens))?;
+        self.tokens.ids.upload(stream, start * num_topk, own_ids)?;
         let mut first: Option<Vec<f32>> = None;
         let mut is_alike = true;
         for layers in &self.transports {

@@ -71,7 +71,7 @@ pub struct RandomReport {
     pub num_different: u64,
     /// The first of them.
     pub first_different: Option<u64>,
-    /// Free memory of the GPU that has changed most between a tenth of the steps and the end, in bytes.
+    /// By how many bytes the device memory that a rank holds has changed since buffers were as large as any step needs.
     pub memory_change_bytes: u64,
 }
 
@@ -127,7 +127,7 @@ impl fmt::Display for RandomReport {
             "{num_steps} random steps of seed {seed} over {}, ranks: {num_ranks}, tokens: {num_tokens}",
             self.transports.join(" and ")
         )?;
-        writeln!(f, "memory: {memory_change_bytes} bytes of change behind the first tenth")?;
+        writeln!(f, "device memory that a rank holds changed by {memory_change_bytes} bytes")?;
         match self.first_different {
             None => write!(f, "all of them alike, bit for bit"),
             Some(step) => write!(f, "{num_different} DIFFER, the first of them step {step}"),

@@ -8,7 +8,7 @@ use super::super::super::registry::TransportDescriptor;
 use super::super::super::tests::worlds::gb300;
 use super::super::super::*;
 use super::{Inputs, next_up};
-use crate::config::{Activations, Combine, CombineDtype, Device, Payload, Transport};
+use crate::config::{Activations, Combine, CombineDtype, Device, Levels, Payload, Transport};
 use crate::numerics::activation::Activation;
 use crate::routing::RoutingMethod;
 
@@ -84,6 +84,12 @@ fn transports(inputs: &mut Inputs, change: impl Fn(&mut TransportDescriptor)) {
 
 fn on_hosts(inputs: &mut Inputs) {
     inputs.deployment.device = Device::Cpu;
+}
+
+/// Where tokens go in two levels.
+fn on_two_hosts(inputs: &mut Inputs) {
+    on_hosts(inputs);
+    inputs.deployment.node_of_rank = vec![0, 0, 1, 1];
 }
 
 fn with_swiglu_asked_for(inputs: &mut Inputs) {
@@ -166,6 +172,15 @@ fn of_the_deployment() -> Vec<Single> {
         single("combine dtype", &["dispatch.combine_dtype"], |i| i.deployment.combine_dtype = CombineDtype::Bf16),
         single("transport", &["dispatch.transport", "layers.*.selection.transport"], |i| {
             i.deployment.transport = Transport::Host;
+        }),
+        single_in(
+            on_two_hosts,
+            "levels",
+            &["dispatch.levels", "layers.*.selection.levels", "world.node_of_rank"],
+            |i| i.deployment.levels = Levels::One,
+        ),
+        single_in(on_two_hosts, "node layout of two levels", &["world.node_of_rank"], |i| {
+            i.deployment.node_of_rank = vec![0, 1, 1, 1];
         }),
         single("expert split", &["world.expert_split"], |i| {
             i.deployment.experts = ExpertSplit::Blocks(vec![225, 223, 224, 224]);
@@ -344,6 +359,7 @@ fn of_the_registry() -> Vec<Single> {
         }),
         single("hosts served", &["registry.*.max_num_nodes"], |i| first_descriptor(i, |d| d.max_num_nodes = Some(64))),
         single("order of transports", &["registry.*.transports"], |i| first_descriptor(i, |d| d.transports.reverse())),
+        single("passing tokens on", &["registry.*.forwards"], |i| first_descriptor(i, |d| d.forwards = true)),
         single("payloads served", &["registry.*.payloads"], |i| {
             first_descriptor(i, |d| d.payloads.push(Payload::F32));
         }),

@@ -9,7 +9,7 @@ use super::super::super::*;
 use super::super::*;
 use super::changes::{Change, Single, pattern, patterns, singles};
 use super::{Inputs, NUM_STEPS, inputs, next_up};
-use crate::config::Device;
+use crate::config::{Device, Levels};
 use crate::ids::Rank;
 use crate::numerics::activation::Activation;
 
@@ -77,12 +77,15 @@ fn what_is_rank_local_stays_out() {
 }
 
 #[test]
-fn node_layout_counts_only_where_a_transport_reads_it() {
+fn node_layout_counts_only_where_it_is_read() {
     let mut base = inputs();
-    base.deployment.backend = "cpu".to_owned();
+    (base.deployment.backend, base.deployment.levels) = ("cpu".to_owned(), Levels::One);
     let mut other = base.clone();
     other.deployment.node_of_rank = vec![0, 1, 2, 3];
-    assert_eq!(base.selection(), other.selection(), "the host transport reads no layout");
+    assert_eq!(base.selection(), other.selection(), "the host transport reads no layout in one level");
+    (base.deployment.levels, other.deployment.levels) = (Levels::Two, Levels::Two);
+    assert_ne!(base.selection(), other.selection(), "in two levels it does");
+    (base.deployment.levels, other.deployment.levels) = (Levels::Auto, Levels::Auto);
     (base.deployment.backend, other.deployment.backend) = ("wgmma".to_owned(), "wgmma".to_owned());
     let differences = diff([(Rank(0), &base.selection()), (Rank(1), &other.selection())]);
     let text: Vec<String> = differences.iter().map(ToString::to_string).collect();
