@@ -10,6 +10,7 @@
 //   RETURN_BITS       32: rows go back as f32; 16: as bf16
 
 #include "base.cuh"
+#include "peers.cuh"
 #include "tiles.cuh"
 
 static_assert(HIDDEN % 16 == 0, "rows are made of whole blocks");
@@ -25,8 +26,10 @@ struct CombineArgs {
     const u32* slot_row;
     /// `[num_tokens, num_topk]`; sums of ranks have none.
     const float* weights;
-    /// `[num_tokens, HIDDEN]`: what goes back, or sums, f32.
-    u8* out;
+    /// `[num_tokens, HIDDEN]`: what goes back, by the rank that it goes to, or sums, f32.
+    Run out[kMaxPeers];
+    /// Who hears that what goes back is there.
+    Raise raise;
     /// Tokens, or rows that go back one by one.
     u64 num_tokens;
     u32 num_topk;
@@ -65,6 +68,7 @@ template <u32 kRowBits, u32 kOutBits, bool kWeighted>
 DEVICE void sum_slots(const CombineArgs& args) {
     for (u64 token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
         const u32* slot_row = args.slot_row + token * args.num_topk;
+        u8* out = reinterpret_cast<u8*>(run_of(args.out, token));
         for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             for (u32 slot = 0; slot < args.num_topk; ++slot) {
@@ -81,7 +85,7 @@ DEVICE void sum_slots(const CombineArgs& args) {
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) sum[i] = __fadd_rn(sum[i], v[i]);
             }
-            store_columns<kOutBits>(args.out, token, column, sum);
+            store_columns<kOutBits>(out, token, column, sum);
         }
     }
 }
@@ -89,17 +93,20 @@ DEVICE void sum_slots(const CombineArgs& args) {
 /// Owner: rows in the order in which they go back.
 extern "C" __global__ void __launch_bounds__(kThreads) return_slots(const __grid_constant__ CombineArgs args) {
     for (u64 place = blockIdx.x; place < args.num_tokens; place += gridDim.x) {
+        u8* out = reinterpret_cast<u8*>(run_of(args.out, place));
         for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
             float v[4];
             load_columns<32>(args.rows, args.slot_row[place], column, v);
-            store_columns<RETURN_BITS>(args.out, place, column, v);
+            store_columns<RETURN_BITS>(out, place, column, v);
         }
     }
+    raise_when_done(args.raise);
 }
 
 /// Owner: one weighted sum a token.
 extern "C" __global__ void __launch_bounds__(kThreads) return_sums(const __grid_constant__ CombineArgs args) {
     sum_slots<32, RETURN_BITS, true>(args);
+    raise_when_done(args.raise);
 }
 
 /// Home: weighted rows of slots.

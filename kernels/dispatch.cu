@@ -2,7 +2,8 @@
 // host packs.
 //
 // A token goes once to each rank that hosts one of its experts; a rank's tokens are in ascending order. Three kernels in this
-// order: count_tokens, sum_tiles, pack_tokens.
+// order: count_tokens, sum_tiles, pack_tokens. The last packs into memory of this device, for others to carry, or straight into
+// the regions of other ranks.
 //
 // Defined before this file:
 //   ARGUMENTS_BYTES   the size of the host's `DispatchArgs`
@@ -12,12 +13,17 @@
 #include "base.cuh"
 #include "nvfp4.cuh"
 #include "payload.cuh"
+#include "peers.cuh"
 #include "tiles.cuh"
 
 constexpr u32 kThreads = 256;
 
 /// The argument of all three; mirrored by `DispatchArgs` in src/jit/kernels/dispatch.rs.
 struct DispatchArgs {
+    /// `[num_ranks]` where each rank has room for this one's tokens; only if `raise` goes to somebody.
+    u64 rooms[kMaxPeers];
+    /// Who hears that the tokens are there.
+    Raise raise;
     /// `[num_tokens, HIDDEN]` f32.
     const float* values;
     /// `[num_tokens, num_topk]` experts; what is no expert is masked.
@@ -32,7 +38,7 @@ struct DispatchArgs {
     u32* slot_token;
     /// `[num_tokens, num_topk]` in its tile, which of the rank's slots it is.
     u32* slot_row;
-    /// What leaves, by destination.
+    /// What leaves, by destination, if it is not stored into rooms.
     u8* packed;
     /// `[num_tokens, num_topk]` where rows come home: of each slot, or of the token's ranks in ascending order; then kNoRow.
     u32* home_rows;
@@ -135,16 +141,19 @@ struct Slot {
     u32 rank;
     u32 local_idx;
     float weight;
-    /// Where its token lies in `packed`.
+    /// Which of its rank's tokens its token is.
+    u32 in_rank;
+    /// Which of all tokens that leave.
     u32 place;
     /// The first of the token's slots with that rank.
     u32 is_first;
 };
 
-/// A rank that the token goes to.
+/// A rank that the token goes to, and where.
 struct Target {
+    u8* row;
     u32 rank;
-    u32 place;
+    u32 padding;
 };
 
 /// Writes a token's values to all of its targets, and counts what happened to block scales.
@@ -169,7 +178,7 @@ DEVICE void pack_values(const DispatchArgs& args, const float* values, const Tar
         num_zeroed += scale.zeroed ? num_targets : 0;
         const u64 low = nvfp4::pack_eight(v, scale.factor), high = nvfp4::pack_eight(v + 8, scale.factor);
         for (u32 target = 0; target < num_targets; ++target) {
-            u8* row = args.packed + targets[target].place * args.row_bytes;
+            u8* row = targets[target].row;
             reinterpret_cast<u64*>(row)[block] = high << 32 | low;
             row[HIDDEN / 2 + block] = static_cast<u8>(scale.bits);
         }
@@ -179,18 +188,25 @@ DEVICE void pack_values(const DispatchArgs& args, const float* values, const Tar
     num_zeroed = __reduce_add_sync(kAllLanes, num_zeroed);
     if (threadIdx.x % kWarp == 0 && num_saturated != 0) atomicAdd(args.counts, static_cast<u64>(num_saturated));
     if (threadIdx.x % kWarp == 0 && num_zeroed != 0) atomicAdd(args.counts + 1, static_cast<u64>(num_zeroed));
-#else
+#elif PAYLOAD_BITS == 32
     for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
         const Word4 words = *reinterpret_cast<const Word4*>(values + column);
         for (u32 target = 0; target < num_targets; ++target) {
-            u8* row = args.packed + targets[target].place * args.row_bytes;
-#if PAYLOAD_BITS == 32
-            *reinterpret_cast<Word4*>(row + column * 4) = words;
+            *reinterpret_cast<Word4*>(targets[target].row + column * 4) = words;
+        }
+    }
 #else
-            const u64 low = pack_bf16(as_float(words.v[0]), as_float(words.v[1]));
-            const u64 high = pack_bf16(as_float(words.v[2]), as_float(words.v[3]));
-            *reinterpret_cast<u64*>(row + column * 2) = high << 32 | low;
-#endif
+    for (u32 column = threadIdx.x * 8; column < HIDDEN; column += kThreads * 8) {
+        const Word4 low = *reinterpret_cast<const Word4*>(values + column);
+        const Word4 high = *reinterpret_cast<const Word4*>(values + column + 4);
+        Word4 words;
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            words.v[i] = pack_bf16(as_float(low.v[2 * i]), as_float(low.v[2 * i + 1]));
+            words.v[2 + i] = pack_bf16(as_float(high.v[2 * i]), as_float(high.v[2 * i + 1]));
+        }
+        for (u32 target = 0; target < num_targets; ++target) {
+            *reinterpret_cast<Word4*>(targets[target].row + column * 2) = words;
         }
     }
 #endif
@@ -203,12 +219,12 @@ DEVICE void pack_slots(const DispatchArgs& args, const Slot* slots, const Target
         const Target target = targets[i / args.num_topk];
         const u32 slot = i % args.num_topk;
         const bool is_here = slots[slot].rank == target.rank;
-        u8* row = args.packed + target.place * args.row_bytes;
+        u8* row = target.row;
         *reinterpret_cast<u32*>(row + kIdsAt + 4 * slot) = is_here ? slots[slot].local_idx : kNoRow;
         *reinterpret_cast<float*>(row + weights_at + 4 * slot) = is_here ? slots[slot].weight : 0.0f;
     }
     for (u32 target = threadIdx.x; target < num_targets; target += kThreads) {
-        u8* row = args.packed + targets[target].place * args.row_bytes;
+        u8* row = targets[target].row;
         for (u32 at = kPayloadBytes; at < kIdsAt; ++at) row[at] = 0;
         for (u32 at = end; at < args.row_bytes; at += 4) *reinterpret_cast<u32*>(row + at) = 0;
     }
@@ -221,12 +237,12 @@ DEVICE u32 before_rank(const u32* totals, u32 rank) {
     return sum;
 }
 
-/// A block a token, any number of blocks. Dynamic shared memory: a Slot and a Target for each slot.
+/// A block a token, any number of blocks. Dynamic shared memory: a Target and a Slot for each slot.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_constant__ DispatchArgs args) {
-    extern __shared__ u32 of_token[];
+    extern __shared__ u64 of_token[];
     __shared__ u32 num_targets;
-    Slot* slots = reinterpret_cast<Slot*>(of_token);
-    Target* targets = reinterpret_cast<Target*>(slots + args.num_topk);
+    Target* targets = reinterpret_cast<Target*>(of_token);
+    Slot* slots = reinterpret_cast<Slot*>(targets + args.num_topk);
     for (u32 token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
         const u64 first_slot = static_cast<u64>(token) * args.num_topk;
         const u32 tile = token / args.tile_tokens;
@@ -236,14 +252,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
         for (u32 slot = threadIdx.x; slot < args.num_topk; slot += kThreads) {
             const u64 at = first_slot + slot;
             const u32 in_tile = args.slot_token[at];
-            Slot mine = {kNoRow, kNoRow, args.weights[at], kNoRow, 0};
+            Slot mine = {kNoRow, kNoRow, args.weights[at], kNoRow, kNoRow, 0};
             u32 home_row = kNoRow;
             if (in_tile != kNoRow) {
                 const Owner owner = owner_of(args, args.ids[at]);
                 const u32* tiles = args.tiles + static_cast<u64>(owner.rank) * args.num_tiles + tile;
                 mine.rank = owner.rank;
                 mine.local_idx = owner.local_idx;
-                mine.place = before_rank(args.totals, owner.rank) + *tiles + in_tile;
+                mine.in_rank = *tiles + in_tile;
+                mine.place = before_rank(args.totals, owner.rank) + mine.in_rank;
                 home_row = before_rank(args.totals + args.num_ranks, owner.rank) +
                            tiles[static_cast<u64>(args.num_ranks) * args.num_tiles] + args.slot_row[at];
             }
@@ -264,7 +281,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
             for (u32 other = 0; other < args.num_topk; ++other) {
                 num_lower += slots[other].is_first != 0 && slots[other].rank < mine.rank;
             }
-            targets[num_lower] = {mine.rank, mine.place};
+            u8* row = args.raise.num_ranks == 0
+                          ? args.packed + mine.place * args.row_bytes
+                          : reinterpret_cast<u8*>(args.rooms[mine.rank] + mine.in_rank * args.row_bytes);
+            targets[num_lower] = {row, mine.rank, 0};
             // A rank's row comes home to where its token lies in what left.
             if (args.per_slot == 0) args.home_rows[first_slot + num_lower] = mine.place;
             atomicAdd(&num_targets, 1u);
@@ -273,4 +293,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
         pack_values(args, args.values + static_cast<u64>(token) * HIDDEN, targets, num_targets);
         pack_slots(args, slots, targets, num_targets);
     }
+    raise_when_done(args.raise);
 }

@@ -12,6 +12,7 @@
 #include "base.cuh"
 #include "nvfp4.cuh"
 #include "payload.cuh"
+#include "peers.cuh"
 #include "requantise.cuh"
 #include "tiles.cuh"
 
@@ -22,7 +23,7 @@ constexpr u32 kThreads = 256;
 /// The argument of all three; mirrored by `ReceiveArgs` in src/jit/kernels/dispatch.rs.
 struct ReceiveArgs {
     /// `[num_tokens]` rows as they were packed, by source rank.
-    const u8* packed;
+    Run packed[kMaxPeers];
     /// `[num_experts + 1]` where each expert's rows start.
     const u32* expert_offsets;
     /// `[num_experts + 1, num_tiles]` rows of each expert, then of all.
@@ -58,7 +59,9 @@ struct ReceiveArgs {
 
 static_assert(sizeof(ReceiveArgs) == ARGUMENTS_BYTES, "ReceiveArgs is the host's");
 
-DEVICE const u8* row_of(const ReceiveArgs& args, u32 token) { return args.packed + token * args.row_bytes; }
+DEVICE const u8* row_of(const ReceiveArgs& args, u32 token) {
+    return reinterpret_cast<const u8*>(run_of(args.packed, token) + token * args.row_bytes);
+}
 
 DEVICE u32 id_of(const u8* row, u32 slot) { return reinterpret_cast<const u32*>(row + kIdsAt)[slot]; }
 
@@ -73,9 +76,10 @@ extern "C" __global__ void __launch_bounds__(kWarp) index_slots(const __grid_con
     const u32 first = tile * args.tile_tokens;
     const u32 end = min_of(args.num_tokens, first + args.tile_tokens);
     for (u32 token = first; token < end; ++token) {
+        const u8* row = row_of(args, token);
         for (u32 first_slot = 0; first_slot < args.num_topk; first_slot += kWarp) {
             const u32 slot = first_slot + lane;
-            const u32 expert = slot < args.num_topk ? id_of(row_of(args, token), slot) : kNoRow;
+            const u32 expert = slot < args.num_topk ? id_of(row, slot) : kNoRow;
             const bool is_hosted = expert < args.num_experts;
             const u32 peers = __match_any_sync(kAllLanes, is_hosted ? expert : kNoRow);
             const u32 hosted = __ballot_sync(kAllLanes, is_hosted);

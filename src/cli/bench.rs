@@ -1,7 +1,7 @@
 //! `lockstep bench`: the expert computation of one rank, on its cores or its GPU, next to what the machine could do at best;
-//! or what agreement costs all ranks.
+//! what agreement costs all ranks; or what dispatch and combine cost their GPUs.
 //!
-//! Needs no checkpoint: weights and tokens are made up. Knows nothing of routing or dispatch. Only agreement needs MPI.
+//! Needs no checkpoint: weights and tokens are made up. Only what ranks do together needs MPI.
 
 mod agreement;
 mod gpu;
@@ -9,6 +9,7 @@ mod gpu_report;
 mod plot;
 mod report;
 mod rows;
+mod travel;
 mod work;
 
 use std::fmt::Display;
@@ -33,6 +34,7 @@ use plot::Plot;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
 pub use rows::RowForm;
+pub use travel::TravelArgs;
 use work::{Machine, Noise, Work, pack};
 
 /// Measurements on CPUs, unless asked for otherwise.
@@ -96,6 +98,9 @@ pub struct BenchArgs {
     /// Prints one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
+    /// What --travel times.
+    #[command(flatten)]
+    pub travel: TravelArgs,
 }
 
 /// Models whose experts can be timed.
@@ -194,6 +199,12 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
         return match args.repeats.unwrap_or(REPEATS) {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
             repeats => agreement::command(repeats, args.json, env),
+        };
+    }
+    if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
+        return match args.repeats.unwrap_or(REPEATS) {
+            0 => Err(BenchError::Zero { option: "--repeats" }.into()),
+            repeats => travel::command(&args.travel, (geometry, &args.rows, repeats), args.json, env),
         };
     }
     let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);

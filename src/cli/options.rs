@@ -154,7 +154,7 @@ pub struct DeploymentArgs {
     /// Whether kernels' tactics are timed first, over all ranks: off or on.
     #[arg(long, value_name = "off|on")]
     pub tuning: Option<String>,
-    /// What carries tokens: auto, host or nccl.
+    /// What carries tokens: auto, host, nccl or nvlink.
     #[arg(long, value_name = "TRANSPORT")]
     pub transport: Option<String>,
     /// The form of travelling tokens: auto, f32, bf16 or nvfp4.

@@ -67,7 +67,7 @@ choices! {
     Activations { "checkpoint" => Checkpoint, "bf16" => Bf16, "quantised" => Quantised }
     Tuning { "off" => Off, "on" => On }
     Combine { "auto" => Auto, "slot" => Slot, "rank" => Rank }
-    Transport { "auto" => Auto, "host" => Host, "nccl" => Nccl }
+    Transport { "auto" => Auto, "host" => Host, "nccl" => Nccl, "nvlink" => Nvlink }
     Levels { "auto" => Auto, "one" => One, "two" => Two }
     Payload { "auto" => Auto, "f32" => F32, "bf16" => Bf16, "nvfp4" => Nvfp4 }
     CombineDtype { "auto" => Auto, "f32" => F32, "bf16" => Bf16 }

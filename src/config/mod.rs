@@ -184,6 +184,8 @@ pub enum Transport {
     Host,
     /// NCCL send and receive.
     Nccl,
+    /// Stores into the memory of the other ranks' GPUs.
+    Nvlink,
 }
 
 /// Where a token goes once.

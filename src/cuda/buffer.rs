@@ -5,7 +5,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bytemuck::Pod;
 use cudarc::driver::sys;
@@ -16,6 +16,15 @@ use super::stream::Stream;
 
 /// Whether fresh memory is filled with 0xFF bytes.
 static POISON: AtomicBool = AtomicBool::new(false);
+
+/// Bytes of all buffers of this process.
+static HELD_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of device memory that this process's buffers hold, on all devices. What others have on a device does not count.
+#[must_use]
+pub fn held_bytes() -> u64 {
+    HELD_BYTES.load(Ordering::Relaxed)
+}
 
 /// From here on memory that is not initialised holds 0xFF bytes, in this process, on all devices: NaNs as floats, and as
 /// integers what no count is. For tests of who reads what nobody wrote.
@@ -54,6 +63,7 @@ impl<T: Pod> DeviceBuffer<T> {
                 });
             }
             device.check(result, "allocating memory")?;
+            HELD_BYTES.fetch_add(num_bytes as u64, Ordering::Relaxed);
         }
         let mut buffer = Self { device: device.clone(), address, len, values: PhantomData };
         if POISON.load(Ordering::Relaxed) && num_bytes > 0 {
@@ -257,6 +267,7 @@ impl<T: Pod> Drop for DeviceBuffer<T> {
         if self.address != 0 && self.device.enter().is_ok() {
             // SAFETY: allocated by `uninitialised` and freed here alone; cuMemFree waits for the device.
             let _ = unsafe { sys::cuMemFree_v2(self.address) };
+            HELD_BYTES.fetch_sub(self.num_bytes() as u64, Ordering::Relaxed);
         }
     }
 }

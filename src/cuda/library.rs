@@ -12,6 +12,7 @@ use libloading::Library;
 /// Every function of the driver that this door calls through `cudarc`. A test holds the list to the sources.
 const FUNCTIONS: &[&str] = &[
     "cuCtxSetCurrent",
+    "cuDeviceCanAccessPeer",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
@@ -35,6 +36,9 @@ const FUNCTIONS: &[&str] = &[
     "cuGraphInstantiateWithFlags",
     "cuGraphLaunch",
     "cuInit",
+    "cuIpcCloseMemHandle",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
     "cuLaunchCooperativeKernel",
     "cuLaunchKernel",
     "cuMemAlloc_v2",

@@ -45,6 +45,23 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(Self { device: device.clone(), values: address.cast(), len })
     }
 
+    /// Where kernels of the device find it.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.values as u64
+    }
+
+    /// A value that a kernel may be writing at this moment.
+    ///
+    /// # Panics
+    /// If there is no such value.
+    #[must_use]
+    pub fn read_volatile(&self, at: usize) -> T {
+        assert!(at < self.len, "value {at} of {}", self.len);
+        // SAFETY: `zeroed` made so many values, and any bytes are values of a `Pod`.
+        unsafe { self.values.add(at).read_volatile() }
+    }
+
     /// Its size.
     #[must_use]
     pub fn num_bytes(&self) -> usize {

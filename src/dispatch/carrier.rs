@@ -5,6 +5,7 @@ use std::fmt;
 use crate::config::{Choice, Transport};
 use crate::cuda::{CudaError, DeviceBuffer};
 use crate::dispatch::counts::Miscount;
+use crate::dispatch::nvlink::NvlinkError;
 use crate::exit::{Classify, Exit};
 use crate::gpu::GpuError;
 use crate::nccl::NcclError;
@@ -16,6 +17,9 @@ pub enum CarryError {
     /// NCCL failed.
     #[error("tokens can't travel over nccl")]
     Nccl(#[source] Box<NcclError>),
+    /// Ranks wait in vain for what others store, or can't store it.
+    #[error("tokens can't travel over nvlink")]
+    Nvlink(#[source] Box<NvlinkError>),
     /// This rank's GPU failed.
     #[error("tokens can't be packed or unpacked")]
     Gpu(#[source] Box<GpuError>),
@@ -27,6 +31,12 @@ pub enum CarryError {
 impl From<NcclError> for CarryError {
     fn from(error: NcclError) -> Self {
         Self::Nccl(Box::new(error))
+    }
+}
+
+impl From<NvlinkError> for CarryError {
+    fn from(error: NvlinkError) -> Self {
+        Self::Nvlink(Box::new(error))
     }
 }
 
@@ -46,6 +56,7 @@ impl Classify for CarryError {
     fn exit(&self) -> Exit {
         match self {
             Self::Nccl(error) => error.exit(),
+            Self::Nvlink(error) => error.exit(),
             Self::Gpu(error) => error.exit(),
             Self::Miscount(_) => Exit::WrongResult,
         }

@@ -143,10 +143,24 @@ impl Gpu {
     /// If something that was queued before it failed.
     pub fn wait(&self, world: &World, operation: &str, mark: &Mark) -> Result<(), GpuError> {
         self.count_wait();
+        self.wait_unless(world, operation, mark, || None)
+    }
+
+    /// The same, uncounted, unless something else comes first, which is the error then.
+    ///
+    /// # Errors
+    /// What `ends` gives, or if something that was queued before it failed.
+    pub fn wait_unless<E: From<GpuError>>(
+        &self,
+        world: &World,
+        operation: &str,
+        mark: &Mark,
+        ends: impl Fn() -> Option<E>,
+    ) -> Result<(), E> {
         world.poll(operation, || match mark.event.is_done() {
-            Ok(false) => None,
+            Ok(false) => ends().map(Err),
             Ok(true) => Some(Ok(())),
-            Err(error) => Some(Err(error)),
+            Err(error) => Some(Err(GpuError::from(error).into())),
         })?;
         self.0.ring.lock().unwrap_or_else(PoisonError::into_inner).release(mark.staged);
         Ok(())

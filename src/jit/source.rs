@@ -35,6 +35,7 @@ pub(super) const HOPPER: Header = header!("hopper.cuh");
 pub(super) const IMAGE: Header = header!("image.cuh");
 pub(super) const NVFP4: Header = header!("nvfp4.cuh");
 pub(super) const PAYLOAD: Header = header!("payload.cuh");
+pub(super) const PEERS: Header = header!("peers.cuh");
 pub(super) const REQUANTISE: Header = header!("requantise.cuh");
 pub(super) const SMALL_FEED: Header = header!("small_feed.cuh");
 pub(super) const STORE: Header = header!("store.cuh");

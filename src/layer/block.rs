@@ -135,6 +135,7 @@ impl MoeLayer {
         // Back to the host, which waits here
         buffers.queue_results(tools)?;
         let mut values = vec![0f32; num_tokens * width];
+        route.wait_for_all(world)?;
         tools.gpu().count_wait();
         out.download_into(stream, 0, &mut values)?;
         if input.part != Part::Shared {

@@ -9,12 +9,11 @@ use std::rc::Rc;
 use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::capacity::Capacity;
-use crate::dispatch::carrier::Carrier;
-use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages};
+use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages, Way};
 use crate::dispatch::layout::PayloadForm;
 use crate::fault::{Action, Stage};
 use crate::gpu::{Gpu, GpuError, grow};
-use crate::ids::Rank;
+use crate::ids::{LayerIdx, Rank};
 use crate::numerics::nvfp4::{BLOCK, QuantCounts};
 use crate::routing::TopK;
 use crate::world::World;
@@ -83,9 +82,16 @@ impl OnGpu {
     }
 
     /// A layer's way.
-    pub fn route(&self, forms: Forms, rank: Rank, carrier: Rc<dyn Carrier>) -> Result<DeviceRoute, GpuError> {
+    pub fn route(&self, forms: Forms, rank: Rank, (way, layer): (Way, LayerIdx)) -> Result<DeviceRoute, GpuError> {
         let stages = Stages::new(&self.gpu, forms, rank)?;
-        Ok(DeviceRoute { on: self.clone(), transport: DeviceTransport::new(&self.gpu, stages, carrier) })
+        Ok(DeviceRoute { on: self.clone(), transport: DeviceTransport::new(&self.gpu, stages, way, layer) })
+    }
+}
+
+impl DeviceRoute {
+    /// See [`DeviceTransport::wait_for_all`].
+    pub fn wait_for_all(&self, world: &World) -> Result<(), LayerError> {
+        Ok(self.transport.wait_for_all(world)?)
     }
 }
 
@@ -117,6 +123,7 @@ impl MoeLayer {
         let input = RoutedInput { values: on_device, ids, weights, brought };
         self.queue_routed(route, (world, capacity), input, out, stats)?;
         let mut rows = vec![0f32; values.len()];
+        stats.times.combine(|| route.wait_for_all(world))?;
         gpu.count_wait();
         stats.times.combine(|| out.download_into(stream, 0, &mut rows))?;
         self.finish_routed(route, stats)?;
@@ -144,9 +151,11 @@ impl MoeLayer {
         let chunks = self.chunks(world, capacity, brought, stats)?;
         let mut memory = route.on.memory.borrow_mut();
         let Memory { buffers, timers, counts } = &mut *memory;
+        // What devices tell each other is another step's, though hosts agree on this one.
+        let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         for chunk in 0..chunks.num_chunks {
             let (tokens, num_topk) = (chunks.tokens(chunk, brought.num_tokens), brought.num_topk);
-            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk };
+            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step };
             world.fault(Stage::Dispatch)?;
             if world.has_fault(Stage::Experts, &Action::Poison) {
                 buffers.poison(gpu)?;
@@ -189,7 +198,7 @@ impl MoeLayer {
 
     /// What the host knows of a chunk.
     fn count_chunk(&self, world: &World, handle: &DeviceHandle, stats: &mut LayerStats) {
-        let DeviceHandle { sent, received } = handle;
+        let DeviceHandle { sent, received, .. } = handle;
         let quantised = match (self.travel.payload, self.input_scale) {
             (PayloadForm::Nvfp4 { .. }, _) => sent.num_tokens.iter().sum(),
             (_, Some(_)) => received.total_tokens(),

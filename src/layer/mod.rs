@@ -40,6 +40,7 @@ use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{FormatError, Identity, LayerDecision, LayerSelection, SelectError};
 use crate::world::{Refusal, World, WorldError};
 
+pub(crate) use carriers::{Carriers, Needs};
 pub use parts::Part;
 pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
 pub use session::{JitOptions, Session, SessionOptions};

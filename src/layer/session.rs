@@ -11,23 +11,23 @@ use crate::backend::{self, Backend, BackendError, Isa, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::{Deployment, Levels, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
-use crate::dispatch::carrier::Carrier;
-use crate::dispatch::device::Forms;
+use crate::dispatch::device::{Forms, Way};
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::nodes::Nodes;
 use crate::dispatch::placement::Placement;
+use crate::dispatch::region::Rooms;
 use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
 use crate::gpu::{Gpu, Kernels};
 use crate::host;
-use crate::ids::LayerIdx;
+use crate::ids::{LayerIdx, Rank};
 use crate::model::MoeGeometry;
 use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{self, Digest, Environment, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
 use super::block::{BlockMemory, DeviceBlock};
-use super::carriers::Carriers;
+use super::carriers::{Carriers, Needs};
 use super::device::OnGpu;
 use super::kernels;
 use super::load::{Loaded, Loader};
@@ -123,7 +123,17 @@ impl Session {
         world.begin("building its kernels");
         let (gpu, backends) = world.agree(build_backends(world, &selected, options, &kernels))?;
         world.agree(check_memory(world, (options, gpu.as_ref()), &buffers, tokens_at_once))?;
-        let carriers = Carriers::build(world, (options, gpu.as_ref()), &selected.selection)?;
+        let needs = Needs {
+            asked: deployment.dispatch.transport,
+            start_limit: Duration::from_secs(timeouts.start_s),
+            step_limit: Duration::from_secs(timeouts.step_s),
+            nccl: options.nccl.as_deref(),
+            gpu: gpu.as_ref(),
+            rooms: rooms(world, &geometry, &plans, tokens_at_once),
+            num_local_experts: placement.local_experts(Rank(0)).len(),
+        };
+        let wanted: Vec<Transport> = selected.selection.layers.iter().map(|layer| layer.transport).collect();
+        let carriers = Carriers::build(world, &needs, &wanted)?;
         world.enter(load);
         let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
         let dense = gpu.as_ref().filter(|_| kernels::routes_on_device(&geometry));
@@ -220,6 +230,8 @@ impl Session {
     pub fn close(self, world: &World) {
         world.barrier();
         self.carriers.close();
+        // What others had open is freed once they have closed it.
+        world.barrier();
     }
 
     /// Enters the step phase: every wait from here on has the step's limit.
@@ -264,6 +276,15 @@ fn plan_buffers(
         );
     }
     buffers
+}
+
+/// Room for every layer's tokens and rows, where other ranks store them.
+fn rooms(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> Rooms {
+    let num_ranks = world.size();
+    // The first rank has the most experts; rooms do not depend on it.
+    let num_local_experts = Placement::new(geometry.num_experts, num_ranks).local_experts(Rank(0)).len();
+    let sizes = |plan: &LayerPlan| buffer_sizes(geometry, &plan.decision, (num_ranks, num_local_experts), None);
+    plans.iter().map(|plan| Rooms::new(&sizes(plan), tokens_at_once)).fold(Rooms::default(), Rooms::max)
 }
 
 /// Whether they fit where they will lie: in the GPU's memory, or in this host's.
@@ -400,14 +421,14 @@ fn load_layers(
             row_form: row_form(geometry, decision),
         };
         let nodes = (selected.levels == Levels::Two).then(|| nodes.clone());
-        let carrier = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
-        let carried_by = carrier.as_ref().map_or(Transport::Host, |carrier| carrier.transport());
-        let route = |(on_gpu, carrier): (&OnGpu, Rc<dyn Carrier>)| {
+        let way = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
+        let carried_by = way.as_ref().map_or(Transport::Host, Way::transport);
+        let route = |(on_gpu, way): (&OnGpu, Way)| {
             let is_quantised = matches!(travel.payload, PayloadForm::Nvfp4 { .. });
             let forms = Forms { travel, quantise: input_scale.filter(|_| !is_quantised) };
-            on_gpu.route(forms, world.rank(), carrier)
+            on_gpu.route(forms, world.rank(), (way, decision.layer))
         };
-        let device = world.agree(on_gpu.zip(carrier).map(route).transpose())?;
+        let device = world.agree(on_gpu.zip(way).map(route).transpose())?;
         let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));
         layers.push(MoeLayer {
             decision: *decision,

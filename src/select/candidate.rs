@@ -188,6 +188,11 @@ impl Inquiry<'_> {
                 let answer = Answer::Refuses(format!("needs a GPU for every rank; these share {uuid}"));
                 theirs.add(Reason::Topology, answer, ranks);
             }
+            let num_nodes = self.deployment.num_nodes();
+            if let Some(max) = transport.max_num_nodes.filter(|max| num_nodes > *max as usize) {
+                let answer = Answer::Refuses(format!("connects at most {max} hosts; the world has {num_nodes}"));
+                theirs.add(Reason::Topology, answer, &self.joint.ranks);
+            }
             for (environment, ranks) in &self.joint.classes {
                 theirs.add(Reason::MissingLibrary, libraries(transport.libraries.iter(), environment), ranks);
             }

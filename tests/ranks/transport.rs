@@ -1,4 +1,4 @@
-//! What carries tokens, on hosts without GPUs: NCCL can't be had there, which all ranks are told alike.
+//! What carries tokens, on hosts without GPUs: NCCL and NVLink can't be had there, which all ranks are told alike.
 
 use crate::support::fixtures;
 use crate::support::gpu::job_with_cache;
@@ -25,13 +25,17 @@ fn job(work: &Work, words: &[&str]) -> Job {
 
 /// Asked for by name it is refused, with what every implementation says, by one rank for all.
 #[test]
-fn nccl_without_gpus_is_refused_on_all_ranks() {
-    let work = Work::new();
-    let trail = ["travels by host; dispatch.transport is nccl (ranks 0-1)", "runs on GPUs; cluster.device is cpu"];
-    job(&work, &["--transport=nccl"]).run().fails_clearly(3, &trail);
-    // What runs on cores alone has no GPU to go through, whatever the machine has.
-    let cores = ["backend simd does not serve layer 0", trail[0], "set dispatch.transport to auto"];
-    job(&work, &["--transport=nccl", "--backend=simd"]).run().fails_clearly(2, &cores);
+fn what_needs_gpus_is_refused_on_all_ranks_without() {
+    for transport in ["nccl", "nvlink"] {
+        let work = Work::new();
+        let asked = format!("--transport={transport}");
+        let travels = format!("travels by host; dispatch.transport is {transport} (ranks 0-1)");
+        let trail = [travels.as_str(), "runs on GPUs; cluster.device is cpu"];
+        job(&work, &[&asked]).run().fails_clearly(3, &trail);
+        // What runs on cores alone has no GPU to go through, whatever the machine has.
+        let cores = ["backend simd does not serve layer 0", trail[0], "set dispatch.transport to auto"];
+        job(&work, &[&asked, "--backend=simd"]).run().fails_clearly(2, &cores);
+    }
 }
 
 /// Left to choose, ranks go over the host, and the log and the report say so.

@@ -20,6 +20,7 @@ const ORDER: &[&[&str]] = &[
     &["world", "checkpoint", "env", "cuda"],
     &["nccl", "jit"],
     &["gpu"],
+    &["dispatch::nvlink"],
     &["dispatch::carrier"],
     &["dispatch::transport", "dispatch::device", "dispatch::nccl", "dispatch::staged"],
     &["backend"],

@@ -55,6 +55,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/gpu/",
     "src/dispatch/staged.rs",
     "src/dispatch/device/",
+    "src/dispatch/nvlink/",
     "src/backend/cuda/programs.rs",
     "src/backend/cuda/around.rs",
     "src/backend/cuda/around/buffers.rs",

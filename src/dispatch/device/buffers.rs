@@ -13,7 +13,7 @@ macro_rules! buffers {
             pub counts: DeviceBuffer<u64>,
             /// The counts of what leaves, once `counted` has come.
             pub host_totals: PinnedBuffer<u32>,
-            /// Behind the copy of those counts.
+            /// Behind the copy of those counts, and where devices tell each other, of what comes.
             pub counted: Mark,
         }
 

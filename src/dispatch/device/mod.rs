@@ -1,10 +1,13 @@
-//! Dispatch and combine between devices: packed and unpacked by kernels, carried from device memory to device memory. The
-//! same bytes, orders and sums as [`super::transport`] has on hosts.
+//! Dispatch and combine between devices: packed and unpacked by kernels, from device memory to device memory. The same bytes,
+//! orders and sums as [`super::transport`] has on hosts.
 //!
-//! A chunk waits for its device once: for the counts of what leaves, which ranks then tell each other. All other work is
-//! queued without waiting; carriers that go through hosts wait where they have to.
+//! What is packed is carried ([`Way::Carried`]), or packed where it is read, in another rank's memory ([`Way::Pushed`]). A chunk
+//! waits for its device once: for the counts of what leaves, which hosts then tell each other, or for those of what comes, which
+//! devices have told each other. All other work is queued without waiting; carriers that go through hosts wait where they have
+//! to.
 
 mod buffers;
+mod echo;
 mod stages;
 
 use std::ops::Range;
@@ -12,15 +15,20 @@ use std::rc::Rc;
 use std::time::Instant;
 
 pub use buffers::Buffers;
+pub use echo::Echo;
 pub use stages::{Forms, Stages};
 
+use crate::config::Transport;
 use crate::cuda::DeviceBuffer;
 use crate::dispatch::carrier::{Carrier, CarryError, Runs};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts, message_len};
+use crate::dispatch::nvlink::{Nvlink, Push};
+use crate::dispatch::region::{Flag, Rooms};
 use crate::gpu::{Gpu, grow};
-use crate::ids::Rank;
-use crate::world::{Cargo, World};
+use crate::ids::{LayerIdx, Rank};
+use crate::jit::kernels::nvlink::Run;
+use crate::world::{Cargo, Exchanged, World};
 
 /// Tokens of a rank that go at once, on its device.
 #[derive(Debug, Clone)]
@@ -35,6 +43,36 @@ pub struct DeviceTokens<'a> {
     pub tokens: Range<usize>,
     /// Slots of a token.
     pub num_topk: usize,
+    /// Counts the steps of a run.
+    pub step: u64,
+}
+
+/// How what leaves comes to its ranks. All ranks of a session have the same.
+#[derive(Debug, Clone)]
+pub enum Way {
+    /// Packed here and carried there.
+    Carried(Rc<dyn Carrier>),
+    /// Packed there.
+    Pushed(Rc<Nvlink>),
+}
+
+impl Way {
+    /// Its name in deployments and reports.
+    #[must_use]
+    pub fn transport(&self) -> Transport {
+        match self {
+            Self::Carried(carrier) => carrier.transport(),
+            Self::Pushed(_) => Transport::Nvlink,
+        }
+    }
+
+    /// Lets go of what it holds with other ranks: see [`Carrier::close`].
+    pub fn close(&self) {
+        match self {
+            Self::Carried(carrier) => carrier.close(),
+            Self::Pushed(nvlink) => nvlink.close(),
+        }
+    }
 }
 
 /// Counts of a chunk that is under way, which combine needs.
@@ -44,6 +82,15 @@ pub struct DeviceHandle {
     pub sent: SentCounts,
     /// What has arrived, and the rows of it.
     pub received: ReceivedCounts,
+    /// Where rows go home to, where they are packed there.
+    pushed: Option<Pushed>,
+}
+
+#[derive(Debug)]
+struct Pushed {
+    push: Push,
+    /// `[num_ranks]` the row of each rank's home at which this one's begin.
+    home_starts: Vec<usize>,
 }
 
 /// Carries the tokens of one layer.
@@ -51,20 +98,27 @@ pub struct DeviceHandle {
 pub struct DeviceTransport {
     gpu: Gpu,
     stages: Stages,
-    carrier: Rc<dyn Carrier>,
+    way: Way,
+    layer: LayerIdx,
 }
 
 impl DeviceTransport {
-    /// Carries tokens as `stages` pack them.
+    /// Carries tokens of `layer` as `stages` pack them.
     #[must_use]
-    pub fn new(gpu: &Gpu, stages: Stages, carrier: Rc<dyn Carrier>) -> Self {
-        Self { gpu: gpu.clone(), stages, carrier }
+    pub fn new(gpu: &Gpu, stages: Stages, way: Way, layer: LayerIdx) -> Self {
+        Self { gpu: gpu.clone(), stages, way, layer }
     }
 
-    /// Who moves the bytes.
-    #[must_use]
-    pub fn carrier(&self) -> &dyn Carrier {
-        &*self.carrier
+    /// Waits for all that is queued where it may wait for peers that are gone: whoever waits for the device without a limit does
+    /// this first.
+    ///
+    /// # Errors
+    /// If peers were waited for in vain.
+    pub fn wait_for_all(&self, world: &World) -> Result<(), CarryError> {
+        match &self.way {
+            Way::Carried(_) => Ok(()),
+            Way::Pushed(nvlink) => Ok(nvlink.wait_for_all(world, "rows of a step")?),
+        }
     }
 
     /// Sends this rank's tokens to their experts' ranks and receives those that come here, unpacked in `buffers`;
@@ -79,10 +133,27 @@ impl DeviceTransport {
         tokens: &DeviceTokens<'_>,
         chunk_tokens: usize,
     ) -> Result<DeviceHandle, CarryError> {
+        match &self.way {
+            Way::Carried(carrier) => self.dispatch_carried(world, buffers, tokens, (&**carrier, chunk_tokens)),
+            Way::Pushed(nvlink) => {
+                let dispatched = self.dispatch_pushed(world, buffers, tokens, (nvlink, chunk_tokens));
+                dispatched.map_err(|error| nvlink.alarm().map_or(error, CarryError::from))
+            }
+        }
+    }
+
+    fn dispatch_carried(
+        &self,
+        world: &World,
+        buffers: &mut Buffers,
+        tokens: &DeviceTokens<'_>,
+        (carrier, chunk_tokens): (&dyn Carrier, usize),
+    ) -> Result<DeviceHandle, CarryError> {
         let placement = self.stages.forms().travel.placement;
         self.stages.count(buffers, tokens)?;
+        self.gpu.move_mark(&mut buffers.counted)?;
         // Packing needs no count of the host's: the device goes on while ranks tell each other.
-        self.stages.pack(buffers, tokens)?;
+        self.stages.pack(buffers, tokens, None)?;
         self.gpu.wait(world, "count of what leaves", &buffers.counted)?;
         let sent = SentCounts::new(placement, &buffers.host_totals, (tokens.tokens.len(), tokens.num_topk))?;
         let lengths: Vec<usize> =
@@ -94,12 +165,53 @@ impl DeviceTransport {
         let max_run_bytes = chunk_tokens * row_bytes;
         let counts = [scaled(&sent.num_tokens, row_bytes), scaled(&received.num_tokens, row_bytes)];
         world.count_carried_to(Cargo::Tokens, &counts[0]);
+        let mut arrived = buffers.packed.address();
         if world.size() > 1 {
             grow(&mut buffers.arrived, received.total_tokens() * row_bytes)?;
-            self.carry(world, (&buffers.packed, &mut buffers.arrived), &counts, max_run_bytes)?;
+            self.carry(world, (carrier, &buffers.packed, &mut buffers.arrived), &counts, max_run_bytes)?;
+            arrived = buffers.arrived.address();
         }
-        self.stages.unpack(buffers, &received, tokens.num_topk)?;
-        Ok(DeviceHandle { sent, received })
+        self.stages.unpack(buffers, &received, tokens.num_topk, Run::whole(arrived))?;
+        Ok(DeviceHandle { sent, received, pushed: None })
+    }
+
+    fn dispatch_pushed(
+        &self,
+        world: &World,
+        buffers: &mut Buffers,
+        tokens: &DeviceTokens<'_>,
+        (nvlink, chunk_tokens): (&Nvlink, usize),
+    ) -> Result<DeviceHandle, CarryError> {
+        let travel = self.stages.forms().travel;
+        let (placement, num_topk, per_slot) = (travel.placement, tokens.num_topk, travel.mode == CombineMode::Slot);
+        let (row_bytes, return_bytes) = (travel.layout(num_topk).row_bytes(), self.return_bytes());
+        // Of a token's ranks no more than there are ranks.
+        let home_rows = if per_slot { num_topk } else { num_topk.min(world.size()) };
+        let rooms = Rooms { room_bytes: chunk_tokens * row_bytes, home_bytes: chunk_tokens * home_rows * return_bytes };
+        let push = nvlink.begin(world, rooms, (self.layer, tokens.step))?;
+        self.stages.count(buffers, tokens)?;
+        nvlink.exchange_counts(world, &push, &buffers.totals, (placement, per_slot))?;
+        self.gpu.move_mark(&mut buffers.counted)?;
+        self.stages.pack(buffers, tokens, Some(&push))?;
+        // Hearing needs no count of the host's either.
+        nvlink.hear(world, &push, Flag::Tokens)?;
+        self.gpu.count_wait();
+        nvlink.wait(world, "counts of what comes", &buffers.counted)?;
+        let sent = SentCounts::new(placement, &buffers.host_totals, (tokens.tokens.len(), num_topk))?;
+        let num_local_experts = placement.local_experts(world.rank()).len();
+        let told = nvlink.told(num_local_experts, (chunk_tokens, num_topk))?;
+        let words: Vec<u32> = told.iter().flat_map(|told| told.counts.iter().copied()).collect();
+        let received = ReceivedCounts::new(num_local_experts, &words);
+        count_pushed(world, Cargo::Tokens, [&sent.num_tokens, &received.num_tokens], row_bytes);
+        self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
+        let home_starts = told.iter().map(|told| told.home_start).collect();
+        Ok(DeviceHandle { sent, received, pushed: Some(Pushed { push, home_starts }) })
+    }
+
+    /// Bytes of a row that comes back.
+    fn return_bytes(&self) -> usize {
+        let row_form = self.stages.forms().travel.row_form;
+        row_form.form.row_bytes(row_form.hidden)
     }
 
     /// Sends the computed rows, `buffers.rows`, back and writes the sums of those that come home to the rows of `tokens` in
@@ -115,28 +227,44 @@ impl DeviceTransport {
         (tokens, chunk_tokens): (&DeviceTokens<'_>, usize),
         out: &mut DeviceBuffer<f32>,
     ) -> Result<(), CarryError> {
-        let travel = self.stages.forms().travel;
-        let row_bytes = travel.row_form.form.row_bytes(travel.row_form.hidden);
-        self.stages.give_back(buffers, &handle.received, tokens.num_topk)?;
+        let (travel, row_bytes) = (self.stages.forms().travel, self.return_bytes());
         let (num_back, num_home) = match travel.mode {
             CombineMode::Slot => (&handle.received.num_rows, &handle.sent.num_slots),
             CombineMode::Rank => (&handle.received.num_tokens, &handle.sent.num_tokens),
         };
-        let counts = [scaled(num_back, row_bytes), scaled(num_home, row_bytes)];
-        world.count_carried_to(Cargo::Rows, &counts[0]);
-        if world.size() > 1 {
-            grow(&mut buffers.home, counts[1].iter().sum())?;
-            let max_rows = chunk_tokens * travel.mode.max_rows(tokens.num_topk);
-            self.carry(world, (&buffers.back, &mut buffers.home), &counts, max_rows * row_bytes)?;
-        }
-        Ok(self.stages.add(buffers, tokens, out)?)
+        let home = match (&self.way, &handle.pushed) {
+            (Way::Pushed(nvlink), Some(Pushed { push, home_starts })) => {
+                let homes = push.homes(num_back, home_starts, row_bytes);
+                let homes = Some((homes, push.raise(Flag::Rows)));
+                self.stages.give_back(buffers, &handle.received, tokens.num_topk, homes)?;
+                count_pushed(world, Cargo::Rows, [num_back, num_home], row_bytes);
+                nvlink.hear(world, push, Flag::Rows)?;
+                push.home()
+            }
+            (Way::Carried(carrier), _) if world.size() > 1 => {
+                self.stages.give_back(buffers, &handle.received, tokens.num_topk, None)?;
+                let counts = [scaled(num_back, row_bytes), scaled(num_home, row_bytes)];
+                world.count_carried_to(Cargo::Rows, &counts[0]);
+                grow(&mut buffers.home, counts[1].iter().sum())?;
+                let max_rows = chunk_tokens * travel.mode.max_rows(tokens.num_topk);
+                let (back, home) = (&buffers.back, &mut buffers.home);
+                self.carry(world, (&**carrier, back, home), &counts, max_rows * row_bytes)?;
+                buffers.home.address()
+            }
+            _ => {
+                self.stages.give_back(buffers, &handle.received, tokens.num_topk, None)?;
+                world.count_carried_to(Cargo::Rows, &scaled(num_back, row_bytes));
+                buffers.back.address()
+            }
+        };
+        Ok(self.stages.add(buffers, tokens, home, out)?)
     }
 
     /// The bytes of all ranks to where they belong, timed for the log; a rank's own by a copy on its device.
     fn carry(
         &self,
         world: &World,
-        (sent, arrived): (&DeviceBuffer<u8>, &mut DeviceBuffer<u8>),
+        (carrier, sent, arrived): (&dyn Carrier, &DeviceBuffer<u8>, &mut DeviceBuffer<u8>),
         [sent_counts, arrived_counts]: &[Vec<usize>; 2],
         max_run_bytes: usize,
     ) -> Result<(), CarryError> {
@@ -145,11 +273,20 @@ impl DeviceTransport {
         let sent = Runs { buffer: sent, counts: sent_counts };
         let arrived = Runs { buffer: arrived, counts: arrived_counts };
         arrived.buffer.copy_from(self.gpu.stream(), arrived.range(rank).start, sent.buffer, sent.range(rank))?;
-        self.carrier.exchange(world, sent, arrived, max_run_bytes)?;
+        carrier.exchange(world, sent, arrived, max_run_bytes)?;
         let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
-        tracing::debug!(carrier = self.carrier.name(), sent_bytes, us, "carried or queued");
+        tracing::debug!(carrier = carrier.name(), sent_bytes, us, "carried or queued");
         Ok(())
     }
+}
+
+/// Counts what leaves and what comes, rows of `row_bytes` for and from each rank, as [`DeviceTransport::carry`] does.
+fn count_pushed(world: &World, cargo: Cargo, [sent, received]: [&[usize]; 2], row_bytes: usize) {
+    let of_others = |counts: &[usize]| (counts.iter().sum::<usize>() - counts[world.rank().index()]) as u64;
+    let (sent_bytes, received_bytes) = (of_others(sent) * row_bytes as u64, of_others(received) * row_bytes as u64);
+    world.count_carried_to(cargo, &scaled(sent, row_bytes));
+    world.count_carried(Exchanged { sent_bytes, received_bytes, rounds: 1 });
+    tracing::debug!(carrier = "nvlink", sent_bytes, "carried or queued");
 }
 
 fn scaled(counts: &[usize], bytes: usize) -> Vec<usize> {

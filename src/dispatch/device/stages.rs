@@ -8,6 +8,8 @@ use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::nvlink::Push;
+use crate::dispatch::region::{Flag, MAX_PEERS};
 use crate::dispatch::travel::Travel;
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::Rank;
@@ -15,6 +17,7 @@ use crate::jit::kernels::dispatch::{
     COUNT_BYTES_PER_RANK, CombineArgs, DispatchArgs, INDEX_BYTES_PER_EXPERT, NUM_THREADS, PACK_BYTES_PER_SLOT,
     ReceiveArgs, TravelKernels, WARP,
 };
+use crate::jit::kernels::nvlink::{Raise, Run};
 
 /// Tiles of tokens at most: more tokens make larger ones.
 const MAX_TILES: usize = 512;
@@ -117,7 +120,7 @@ impl Stages {
         &self.forms
     }
 
-    /// Counts what leaves; the host has the counts once `buffers.counted` has come.
+    /// Counts what leaves; the host has the counts at the next mark.
     ///
     /// # Errors
     /// If there is no memory or the driver fails.
@@ -142,34 +145,42 @@ impl Stages {
         let num_columns = narrow(2 * num_ranks);
         self.launch(&self.sum_sent, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), &args)?;
         // SAFETY: `host_totals` is read when the mark has been waited for.
-        unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?;
-        self.gpu.move_mark(&mut buffers.counted)
+        Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?)
     }
 
-    /// Packs what was counted into `buffers.packed`.
+    /// Packs what was counted into `buffers.packed`, or straight into other ranks' rooms, which then hear of it.
     ///
     /// # Errors
     /// If there is no memory or the driver fails.
-    pub fn pack(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
+    pub fn pack(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>, push: Option<&Push>) -> Result<(), GpuError> {
         let Travel { placement, .. } = self.forms.travel;
         let num_topk = tokens.num_topk;
         let row_bytes = self.forms.travel.layout(num_topk).row_bytes();
         let num_tokens = tokens.tokens.len();
-        // As many as there can be: the host does not know how many there are.
-        grow(&mut buffers.packed, num_tokens * num_topk.min(placement.num_ranks()) * row_bytes)?;
+        if push.is_none() {
+            // As many as there can be: the host does not know how many there are.
+            grow(&mut buffers.packed, num_tokens * num_topk.min(placement.num_ranks()) * row_bytes)?;
+        }
         grow(&mut buffers.home_rows, num_tokens * num_topk)?;
-        let args = self.dispatch_args(buffers, tokens)?;
+        let mut args = self.dispatch_args(buffers, tokens)?;
+        if let Some(push) = push {
+            args.rooms = push.rooms();
+            args.raise = push.raise(Flag::Tokens);
+        }
         let shared_bytes = PACK_BYTES_PER_SLOT * narrow(num_topk);
         self.pack.allow_dynamic_shared(shared_bytes)?;
-        self.launch(&self.pack, LaunchShape { shared_bytes, ..self.one_by_one(num_tokens) }, &args)
+        let shape = self.one_by_one(num_tokens, &args.raise);
+        self.launch(&self.pack, LaunchShape { shared_bytes, ..shape }, &args)
     }
 
     fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
         let Travel { placement, payload, mode, row_form } = self.forms.travel;
-        let DeviceTokens { values, ids, weights, tokens, num_topk } = tokens;
+        let DeviceTokens { values, ids, weights, tokens, num_topk, .. } = tokens;
         let of_tokens = |width: usize| tokens.start * width..tokens.end * width;
         let tiles = Tiles::of(tokens.len());
         Ok(DispatchArgs {
+            rooms: [0; MAX_PEERS],
+            raise: Raise::none(),
             values: values.address_of(of_tokens(row_form.hidden))?,
             ids: ids.address_of(of_tokens(*num_topk))?,
             weights: weights.address_of(of_tokens(*num_topk))?,
@@ -192,11 +203,17 @@ impl Stages {
         })
     }
 
-    /// What has arrived into tokens and rows for experts.
+    /// What has arrived in `packed` into tokens and rows for experts.
     ///
     /// # Errors
     /// If there is no memory or the driver fails.
-    pub fn unpack(&self, buffers: &mut Buffers, received: &ReceivedCounts, num_topk: usize) -> Result<(), GpuError> {
+    pub fn unpack(
+        &self,
+        buffers: &mut Buffers,
+        received: &ReceivedCounts,
+        num_topk: usize,
+        packed: [Run; MAX_PEERS],
+    ) -> Result<(), GpuError> {
         let Travel { placement, row_form, .. } = self.forms.travel;
         let num_experts = placement.local_experts(self.rank).len();
         let (num_tokens, num_rows) = (received.total_tokens(), received.total_rows());
@@ -212,9 +229,8 @@ impl Stages {
         grow(&mut buffers.return_rows, num_rows)?;
         let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
         self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
-        let is_alone = placement.num_ranks() == 1;
         let args = ReceiveArgs {
-            packed: if is_alone { buffers.packed.address() } else { buffers.arrived.address() },
+            packed,
             expert_offsets: buffers.expert_offsets.address(),
             tiles: buffers.receive_tiles.address(),
             slot_place: buffers.slot_place.address(),
@@ -239,33 +255,46 @@ impl Stages {
         let num_columns = args.num_experts + 1;
         let sums = LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS);
         self.launch(&self.sum_received, sums, &args)?;
-        self.launch(&self.unpack, self.one_by_one(num_tokens), &args)
+        self.launch(&self.unpack, self.one_by_one(num_tokens, &Raise::none()), &args)
     }
 
-    /// The computed `buffers.rows` into what goes back, `buffers.back`.
+    /// The computed `buffers.rows` into what goes back: `buffers.back`, or the homes of other ranks, which then hear of it.
     ///
     /// # Errors
     /// If there is no memory or the driver fails.
-    pub fn give_back(&self, buffers: &mut Buffers, received: &ReceivedCounts, num_topk: usize) -> Result<(), GpuError> {
+    pub fn give_back(
+        &self,
+        buffers: &mut Buffers,
+        received: &ReceivedCounts,
+        num_topk: usize,
+        homes: Option<([Run; MAX_PEERS], Raise)>,
+    ) -> Result<(), GpuError> {
         let Travel { mode, row_form, .. } = self.forms.travel;
         let (num_back, slot_row, num_topk) = match mode {
             CombineMode::Slot => (received.total_rows(), &buffers.return_rows, 1),
             CombineMode::Rank => (received.total_tokens(), &buffers.slot_row, num_topk),
         };
-        grow(&mut buffers.back, num_back * row_form.form.row_bytes(row_form.hidden))?;
+        let (out, raise) = match homes {
+            Some(homes) => homes,
+            None => {
+                grow(&mut buffers.back, num_back * row_form.form.row_bytes(row_form.hidden))?;
+                (Run::whole(buffers.back.address()), Raise::none())
+            }
+        };
         let args = CombineArgs {
             rows: buffers.rows.address(),
             slot_row: slot_row.address(),
             weights: buffers.weights.address(),
-            out: buffers.back.address(),
+            out,
+            raise,
             num_tokens: num_back as u64,
             num_topk: narrow(num_topk),
             padding: 0,
         };
-        self.launch(&self.give_back, self.one_by_one(num_back), &args)
+        self.launch(&self.give_back, self.one_by_one(num_back, &raise), &args)
     }
 
-    /// Adds what came home into the rows of `tokens` in `out`, which it overwrites.
+    /// Adds what came home, `home`, into the rows of `tokens` in `out`, which it overwrites.
     ///
     /// # Errors
     /// If `out` is too small or the driver fails.
@@ -273,27 +302,30 @@ impl Stages {
         &self,
         buffers: &Buffers,
         tokens: &DeviceTokens<'_>,
+        home: u64,
         out: &mut DeviceBuffer<f32>,
     ) -> Result<(), GpuError> {
-        let Travel { placement, row_form, .. } = self.forms.travel;
+        let row_form = self.forms.travel.row_form;
         let DeviceTokens { weights, tokens, num_topk, .. } = tokens;
-        let is_alone = placement.num_ranks() == 1;
+        let sums = out.address_of(tokens.start * row_form.hidden..tokens.end * row_form.hidden)?;
         let args = CombineArgs {
-            rows: if is_alone { buffers.back.address() } else { buffers.home.address() },
+            rows: home,
             slot_row: buffers.home_rows.address(),
             weights: weights.address_of(tokens.start * num_topk..tokens.end * num_topk)?,
-            out: out.address_of(tokens.start * row_form.hidden..tokens.end * row_form.hidden)?,
+            out: Run::whole(sums),
+            raise: Raise::none(),
             num_tokens: tokens.len() as u64,
             num_topk: narrow(*num_topk),
             padding: 0,
         };
-        self.launch(&self.add, self.one_by_one(tokens.len()), &args)
+        self.launch(&self.add, self.one_by_one(tokens.len(), &args.raise), &args)
     }
 
-    /// A block a token, as many as the device has room for.
-    fn one_by_one(&self, num_tokens: usize) -> LaunchShape {
+    /// A block a token, as many as the device has room for; one at least where somebody has to hear of it.
+    fn one_by_one(&self, num_tokens: usize, raise: &Raise) -> LaunchShape {
         let most = self.gpu.device().facts().num_multiprocessors as usize * BLOCKS_PER_MULTIPROCESSOR;
-        LaunchShape::rows(narrow(num_tokens.min(most)), NUM_THREADS)
+        let least = usize::from(raise.num_ranks > 0);
+        LaunchShape::rows(narrow(num_tokens.min(most).max(least)), NUM_THREADS)
     }
 
     fn launch<A: NoUninit>(&self, function: &Function, shape: LaunchShape, args: &A) -> Result<(), GpuError> {

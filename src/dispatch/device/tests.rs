@@ -14,6 +14,7 @@ use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
 use crate::dispatch::travel::Travel;
 use crate::gpu::{Gpu, Kernels, grow};
 use crate::ids::Rank;
+use crate::jit::kernels::nvlink::Run;
 use crate::numerics::nvfp4::{self, QuantCounts};
 
 /// A layer's tokens over all ranks, and the forms that they travel in.
@@ -276,11 +277,11 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk };
+        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0 };
         self.buffers.poison(&self.gpu).unwrap();
         self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
         stages.count(&mut self.buffers, &tokens).unwrap();
-        stages.pack(&mut self.buffers, &tokens).unwrap();
+        stages.pack(&mut self.buffers, &tokens, None).unwrap();
         self.gpu.stream().synchronise().unwrap();
     }
 
@@ -298,11 +299,23 @@ impl Bench {
         let rows = || arrived.chunks_exact(layout.row_bytes());
         self.buffers.poison(&self.gpu).unwrap();
         self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
-        let is_alone = world.num_tokens.len() == 1;
-        let mut target = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
-        self.put(&mut target, arrived);
-        *(if is_alone { &mut self.buffers.packed } else { &mut self.buffers.arrived }) = target;
-        stages.unpack(&mut self.buffers, received, num_topk).unwrap();
+        let mut packed = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
+        self.put(&mut packed, arrived);
+        // In one piece, or in one for each source.
+        let whole = Run::whole(packed.address());
+        let row_bytes = layout.row_bytes();
+        let starts: Vec<u64> = received
+            .num_tokens
+            .iter()
+            .scan(0, |start, &num_tokens| {
+                let at = *start;
+                *start += (num_tokens * row_bytes) as u64;
+                Some(packed.address() + at)
+            })
+            .collect();
+        let pieces = Run::of(&received.num_tokens, row_bytes, |source| starts[source]);
+        let runs = if world.seed.is_multiple_of(2) { whole } else { pieces };
+        stages.unpack(&mut self.buffers, received, num_topk, runs).unwrap();
 
         let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
         let weights: Vec<f32> = rows().flat_map(|row| layout.weights(row)).collect();
@@ -329,7 +342,7 @@ impl Bench {
         let mut random = Random(world.seed + 77 + rank as u64);
         let rows: Vec<f32> = (0..plan.num_rows() * hidden).map(|_| random.value()).collect();
         self.buffers.rows = self.on_device(&rows);
-        stages.give_back(&mut self.buffers, received, num_topk).unwrap();
+        stages.give_back(&mut self.buffers, received, num_topk, None).unwrap();
         let hosted = local_idx.iter().zip(&weights).filter(|(id, _)| **id != NOT_HERE);
         let hosted_weights: Vec<f32> = hosted.map(|(_, weight)| *weight).collect();
         let row_form = forms.travel.row_form;
@@ -347,12 +360,11 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk };
+        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0 };
         let mut target = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
         self.put(&mut target, bytes);
-        *(if world.num_tokens.len() == 1 { &mut self.buffers.back } else { &mut self.buffers.home }) = target;
         let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);
-        stages.add(&self.buffers, &tokens, &mut out).unwrap();
+        stages.add(&self.buffers, &tokens, target.address(), &mut out).unwrap();
         out.download(self.gpu.stream()).unwrap()
     }
 }

@@ -4,21 +4,23 @@ use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
-use super::super::source::{BASE, KernelSource, NVFP4, PAYLOAD, REQUANTISE, TILES};
+use super::super::source::{BASE, KernelSource, NVFP4, PAYLOAD, PEERS, REQUANTISE, TILES};
+use super::nvlink::{Raise, Run};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
+use crate::dispatch::region::MAX_PEERS;
 
 const DISPATCH: KernelSource = KernelSource {
     name: "dispatch",
     main: include_str!("../../../kernels/dispatch.cu"),
-    headers: &[BASE, NVFP4, PAYLOAD, TILES],
+    headers: &[BASE, NVFP4, PAYLOAD, PEERS, TILES],
 };
 const RECEIVE: KernelSource = KernelSource {
     name: "receive",
     main: include_str!("../../../kernels/receive.cu"),
-    headers: &[BASE, NVFP4, PAYLOAD, REQUANTISE, TILES],
+    headers: &[BASE, NVFP4, PAYLOAD, PEERS, REQUANTISE, TILES],
 };
 const COMBINE: KernelSource =
-    KernelSource { name: "combine", main: include_str!("../../../kernels/combine.cu"), headers: &[BASE, TILES] };
+    KernelSource { name: "combine", main: include_str!("../../../kernels/combine.cu"), headers: &[BASE, PEERS, TILES] };
 
 /// Threads of a block, but for the kernels that walk tiles.
 pub const NUM_THREADS: u32 = 256;
@@ -27,7 +29,7 @@ pub const WARP: u32 = 32;
 /// Dynamic shared memory of `count_tokens`, for each rank.
 pub const COUNT_BYTES_PER_RANK: u32 = 12;
 /// Dynamic shared memory of `pack_tokens`, for each slot of a token.
-pub const PACK_BYTES_PER_SLOT: u32 = 28;
+pub const PACK_BYTES_PER_SLOT: u32 = 40;
 /// Dynamic shared memory of `index_slots`, for each local expert.
 pub const INDEX_BYTES_PER_EXPERT: u32 = 4;
 
@@ -36,6 +38,8 @@ pub const INDEX_BYTES_PER_EXPERT: u32 = 4;
 #[repr(C)]
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct DispatchArgs {
+    pub rooms: [u64; MAX_PEERS],
+    pub raise: Raise,
     pub values: u64,
     pub ids: u64,
     pub weights: u64,
@@ -62,7 +66,7 @@ pub struct DispatchArgs {
 #[repr(C)]
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct ReceiveArgs {
-    pub packed: u64,
+    pub packed: [Run; MAX_PEERS],
     pub expert_offsets: u64,
     pub tiles: u64,
     pub slot_place: u64,
@@ -90,7 +94,8 @@ pub struct CombineArgs {
     pub rows: u64,
     pub slot_row: u64,
     pub weights: u64,
-    pub out: u64,
+    pub out: [Run; MAX_PEERS],
+    pub raise: Raise,
     pub num_tokens: u64,
     pub num_topk: u32,
     pub padding: u32,

@@ -3,14 +3,17 @@
 mod ceilings;
 mod dense;
 pub mod dispatch;
+mod echo;
 mod gated;
 pub mod grouped_gemm;
+pub mod nvlink;
 mod probes;
 mod schedule;
 mod topk;
 
 pub use ceilings::{ReadAll, ReadArgs};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
+pub use echo::{EchoArgs, EchoKernel};
 pub use gated::{Gated, GatedArgs};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use schedule::{BatchSchedules, Chooser, Family};
@@ -30,6 +33,7 @@ use grouped_gemm::{GatherTokens, Gathering, GroupedGemm, Weights};
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
+    let around = around.chain([nvlink::NvlinkKernels.request(arch), EchoKernel { hidden: 3584 }.request(arch)]);
     let others =
         [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch), gated::all(arch)];
     others.into_iter().flatten().chain(around).collect()
@@ -65,7 +69,9 @@ pub fn travel(problem: &Problem, decision: &LayerDecision, arch: Arch) -> Vec<Ke
         form: combine_form(decision),
     }
     .requests(arch)
-    .to_vec()
+    .into_iter()
+    .chain([nvlink::NvlinkKernels.request(arch)])
+    .collect()
 }
 
 /// Every kernel that `chooser` may give to a layer's experts, routed and shared.

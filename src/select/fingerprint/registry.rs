@@ -11,12 +11,19 @@ pub(super) fn add(fields: &mut Fields, registry: &Registry) {
         add_descriptor(fields, descriptor);
     }
     for descriptor in registry.transports() {
-        let TransportDescriptor { transport, libraries, auto_from_num_ranks, shares_gpus, reads_node_layout } =
-            descriptor;
+        let TransportDescriptor {
+            transport,
+            libraries,
+            auto_from_num_ranks,
+            shares_gpus,
+            max_num_nodes,
+            reads_node_layout,
+        } = descriptor;
         let path = |field: &str| format!("registry.transport.{transport}.{field}");
         fields.add(path("libraries"), needed(libraries));
         fields.add(path("auto_from_num_ranks"), *auto_from_num_ranks);
         fields.add(path("shares_gpus"), *shares_gpus);
+        fields.add(path("max_num_nodes"), *max_num_nodes);
         fields.add(path("reads_node_layout"), *reads_node_layout);
     }
 }

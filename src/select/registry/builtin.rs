@@ -36,15 +36,18 @@ impl Registry {
             auto_from_num_ranks,
             // NCCL refuses two ranks of one communicator on one GPU.
             shares_gpus: transport != Transport::Nccl,
+            // GPUs map each other's memory on one host.
+            max_num_nodes: if transport == Transport::Nvlink { Some(1) } else { None },
             reads_node_layout: false,
         };
         let host = transport(Transport::Host, BTreeMap::new(), 1);
         // A rank alone has nobody to send to.
         let nccl = transport(Transport::Nccl, BTreeMap::from([(Library::Nccl, Some(OLDEST_NCCL))]), 2);
+        let nvlink = transport(Transport::Nvlink, BTreeMap::new(), NVLINK_UNASKED_FROM);
         let wanted = |descriptor: &Descriptor| techniques.contains(&descriptor.identity.technique);
         match Self::new(
             simd.into_iter().chain(reference).chain(wgmma).chain(mma_sync).filter(wanted).collect(),
-            vec![host, nccl],
+            vec![host, nccl, nvlink],
         ) {
             Ok(registry) => registry,
             Err(error) => unreachable!("the table of implementations contradicts itself: {error}"),
@@ -54,6 +57,9 @@ impl Registry {
 
 /// The oldest NCCL whose communicators are made without blocking and read their settings by size.
 pub const OLDEST_NCCL: &str = "2.18";
+
+/// `auto` leaves it to those who name it.
+const NVLINK_UNASKED_FROM: usize = usize::MAX;
 
 /// What machine code is made for; 8.x runs that of 8.0.
 const SINCE_AMPERE: [CapabilityRange; 5] = [
@@ -76,7 +82,7 @@ fn gpu(technique: &'static str, quant: Quant, compute_capabilities: &[Capability
     let target = Target::Gpu { compute_capabilities: compute_capabilities.to_vec() };
     let libraries = BTreeMap::from([(Library::Driver, None)]);
     // NCCL goes from GPU to GPU: a rank that computes on its cores has none to go through.
-    let transports = vec![Transport::Nccl, Transport::Host];
+    let transports = vec![Transport::Nvlink, Transport::Nccl, Transport::Host];
     Descriptor { transports, forwards: false, ..grouped_gemm(technique, quant, (target, libraries)) }
 }
 

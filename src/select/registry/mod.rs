@@ -78,6 +78,8 @@ pub struct TransportDescriptor {
     pub auto_from_num_ranks: usize,
     /// It serves ranks that share a GPU.
     pub shares_gpus: bool,
+    /// Hosts that it connects at most; absent: any number.
+    pub max_num_nodes: Option<u32>,
     /// What it does depends on which ranks share a host: then ranks must agree on that too.
     pub reads_node_layout: bool,
 }

@@ -214,6 +214,7 @@ fn admits(
         let libraries = &known.libraries;
         (deployment.transport == Transport::Auto || deployment.transport == *transport)
             && (distinct_gpus || known.shares_gpus)
+            && known.max_num_nodes.is_none_or(|max| deployment.num_nodes() <= max as usize)
             && ranks.iter().all(|rank| {
                 libraries.iter().all(|(library, needed)| has_library(rank.libraries.get(*library), *needed))
             })

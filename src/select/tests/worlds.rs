@@ -69,6 +69,7 @@ pub(crate) fn registry() -> Registry {
         libraries: BTreeMap::from([(Library::Nccl, Some("2.20"))]),
         auto_from_num_ranks: 1,
         shares_gpus: true,
+        max_num_nodes: None,
         reads_node_layout: true,
     });
     Registry::new(descriptors, transports).unwrap()

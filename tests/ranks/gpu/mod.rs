@@ -1,6 +1,8 @@
 //! What only a machine with GPUs can show. Every test is ignored with that reason and run by name: `one_gpu_*` on one,
 //! `two_gpus_*` on two of one host with NCCL; `tests/gpu/run.sh` runs what the machine has GPUs for.
 //!
+//! `LOCKSTEP_TEST_TRANSPORT` names what carries tokens in all of them that don't name it themselves.
+//!
 //! Beside it, `cargo nextest run --lib --run-ignored only -- gpu_` holds kernels to the host's code value by value: SiTU and
 //! SwiGLU in fp32 within 1e-4 (`gpu_activations_value_by_value`), codes and block scales bit for bit (`gpu_quantises_*`,
 //! `gpu_requantises_*`).
@@ -11,6 +13,7 @@ mod cases;
 mod hazards;
 mod layers;
 mod limits;
+mod nvlink;
 
 use crate::support::compare::{Tolerance, assert_rows};
 use crate::support::gpu::GPU_BACKENDS;

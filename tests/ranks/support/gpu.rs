@@ -23,17 +23,22 @@ pub fn cache() -> PathBuf {
     places::temporary().join("gpu-cache")
 }
 
+/// What carries tokens where a test does not say: what `LOCKSTEP_TEST_TRANSPORT` names, else what is chosen.
+fn transport() -> Option<(&'static str, String)> {
+    Some(("LOCKSTEP_TRANSPORT", std::env::var("LOCKSTEP_TEST_TRANSPORT").ok()?))
+}
+
 /// A run on GPUs, one rank each.
 pub fn on_gpus<'a>(run: &Run<'a>, backend: &str) -> Run<'a> {
     let run = run.clone().backend(backend).key("cluster", "device", "gpu");
     let run = run.option("cache-dir", &word(cache())).option("cache-layout", "flat");
-    libraries().iter().fold(run, |run, (name, value)| run.env(name, value))
+    libraries().into_iter().chain(transport()).fold(run, |run, (name, value)| run.env(name, &value))
 }
 
 /// A job on GPUs, one rank each, with a cache of its own choice.
 pub fn job_on_gpus(job: Job) -> Job {
     let job = job.args(["--set=cluster.device=gpu"]);
-    libraries().iter().fold(job, |job, (name, value)| job.env(name, value))
+    libraries().into_iter().chain(transport()).fold(job, |job, (name, value)| job.env(name, &value))
 }
 
 /// The same with the tests' cache.

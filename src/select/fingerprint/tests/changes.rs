@@ -378,6 +378,9 @@ fn of_the_registry() -> Vec<Single> {
         single("whether a transport serves ranks that share a GPU", &["registry.transport.*.shares_gpus"], |i| {
             transports(i, |t| t.shares_gpus = false);
         }),
+        single("hosts that a transport connects", &["registry.transport.*.max_num_nodes"], |i| {
+            transports(i, |t| t.max_num_nodes = Some(64));
+        }),
         single("what a transport reads", &["registry.transport.*.reads_node_layout"], |i| {
             transports(i, |t| t.reads_node_layout = false);
         }),

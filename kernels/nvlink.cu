@@ -1,0 +1,150 @@
+// What ranks of one NVLink domain tell each other through regions of memory that all of them have mapped: counts of what
+// leaves, and that rows are there.
+//
+// The layout of a region, the words of flags and the cells of alarms are src/dispatch/region.rs's.
+//
+// Defined before this file:
+//   ARGUMENTS_BYTES   the size of the host's `NvlinkArgs`
+
+#include "base.cuh"
+#include "peers.cuh"
+
+/// The argument of both; mirrored by `NvlinkArgs` in src/jit/kernels/nvlink.rs.
+struct NvlinkArgs {
+    /// `[num_ranks]` where each rank's region lies, as this device sees it.
+    u64 regions[kMaxPeers];
+    /// `[2 * num_ranks + num_experts]` tokens and slots for each rank, rows of each expert. Only told.
+    const u32* totals;
+    /// `[num_ranks, num_words]` on the host: what each rank told. Only heard; absent where no counts are.
+    u32* host_counts;
+    /// `[num_ranks, 4]` on the host: why a rank was waited for in vain.
+    u64* host_alarms;
+    /// Where counts of this phase, its flags and alarms lie in a region.
+    u64 counts_at;
+    u64 flags_at;
+    u64 alarms_at;
+    /// What a flag of this phase holds when it is raised.
+    u64 word;
+    /// How long a flag is waited for.
+    u64 limit_ns;
+    /// How long what is queued behind is held back after an alarm, so that the host can end the job before anything reads
+    /// rows that have not come. 0: nothing is behind.
+    u64 hold_ns;
+    /// 0: counts; 1: tokens; 2: rows.
+    u32 phase;
+    /// This rank.
+    u32 rank;
+    u32 num_ranks;
+    u32 num_experts;
+    /// From rank to rank of counts, in words.
+    u32 num_words;
+    /// 1: each slot's row comes home by itself; 0: one row a rank.
+    u32 per_slot;
+};
+
+static_assert(sizeof(NvlinkArgs) == ARGUMENTS_BYTES, "NvlinkArgs is the host's");
+
+constexpr u32 kTellThreads = 128;
+constexpr u32 kWordsOfAlarm = 4;
+/// Kinds of alarms.
+constexpr u64 kLate = 1, kOther = 2;
+
+DEVICE u64 now_ns() {
+    u64 ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    return ns;
+}
+
+DEVICE void pause() { asm volatile("nanosleep.u32 200;"); }
+
+/// The first expert of a rank: src/dispatch/placement.rs.
+DEVICE u32 first_expert(const NvlinkArgs& args, u32 rank) {
+    const u32 base = args.num_experts / args.num_ranks, extra = args.num_experts % args.num_ranks;
+    return rank * base + min_of(rank, extra);
+}
+
+/// A block a rank: tells it how many tokens come, where in this rank's home its rows begin, and the rows of each of its
+/// experts.
+extern "C" __global__ void __launch_bounds__(kTellThreads) tell(const __grid_constant__ NvlinkArgs args) {
+    const u32 to = blockIdx.x;
+    const u64 region = args.regions[to];
+    u32* counts = reinterpret_cast<u32*>(region + args.counts_at) + static_cast<u64>(args.rank) * args.num_words;
+    if (threadIdx.x == 0) {
+        const u32* home = args.per_slot != 0 ? args.totals + args.num_ranks : args.totals;
+        u32 before = 0;
+        for (u32 rank = 0; rank < to; ++rank) before += home[rank];
+        counts[0] = args.totals[to];
+        counts[1] = before;
+    }
+    const u32 first = first_expert(args, to), end = first_expert(args, to + 1);
+    for (u32 expert = first + threadIdx.x; expert < end; expert += kTellThreads) {
+        counts[2 + expert - first] = args.totals[2 * args.num_ranks + expert];
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    fence_system();
+    store_release_system(region + args.flags_at + 8 * args.rank, args.word);
+}
+
+/// An alarm of this rank, for its own host and for every rank that may wait for it.
+DEVICE void raise_alarm(const NvlinkArgs& args, u32 source, u64 state, u64 wanted, u64 seen) {
+    for (u32 rank = 0; rank <= args.num_ranks; ++rank) {
+        // The host's cell last: when it is seen the others have theirs.
+        u64* cell = rank == args.num_ranks
+                        ? args.host_alarms + source * kWordsOfAlarm
+                        : reinterpret_cast<u64*>(args.regions[rank] + args.alarms_at) + args.rank * kWordsOfAlarm;
+        cell[1] = wanted;
+        cell[2] = seen;
+        fence_system();
+        store_release_system(reinterpret_cast<u64>(cell), state);
+    }
+}
+
+/// Whether the flag of `source` has come. If not, the alarm is raised.
+DEVICE bool wait_for(const NvlinkArgs& args, u32 source) {
+    const u64 own = args.regions[args.rank];
+    const u64 flag = own + args.flags_at + 8 * source;
+    const u64 alarm = own + args.alarms_at + 8 * kWordsOfAlarm * source;
+    const u64 begin = now_ns();
+    for (u32 round = 0;; ++round) {
+        const u64 seen = load_acquire_system(flag);
+        if (seen == args.word) return true;
+        const u32 ahead = static_cast<u32>(seen >> 32) - static_cast<u32>(args.word >> 32);
+        const bool is_other = seen != 0 && ahead < 0x80000000u;
+        const bool is_late = !is_other && now_ns() - begin > args.limit_ns;
+        if (is_other || is_late) {
+            const u64 kind = is_other ? kOther : kLate;
+            const u64 state = 1ull << 63 | kind << 56 | static_cast<u64>(args.phase) << 48 |
+                              static_cast<u64>(args.rank) << 24 | source;
+            raise_alarm(args, source, state, args.word, seen);
+            return false;
+        }
+        // Whoever is waited for may itself wait in vain: then that is the cause.
+        const u64 state = load_acquire_system(alarm);
+        if (state != 0) {
+            const u64* cell = reinterpret_cast<const u64*>(alarm);
+            raise_alarm(args, source, state, cell[1], cell[2]);
+            return false;
+        }
+        if (round > 64) pause();
+    }
+}
+
+/// A block a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.
+extern "C" __global__ void __launch_bounds__(kWarp) hear(const __grid_constant__ NvlinkArgs args) {
+    const u32 source = blockIdx.x, lane = threadIdx.x;
+    const bool has_come = __shfl_sync(kAllLanes, lane == 0 ? wait_for(args, source) : true, 0);
+    if (!has_come) {
+        if (lane != 0 || args.hold_ns == 0) return;
+        const u64 begin = now_ns();
+        while (now_ns() - begin < args.hold_ns) pause();
+        // NOTE: the host has had its time. What is queued behind must not run on rows that are not there.
+        asm volatile("trap;");
+    }
+    if (args.host_counts == nullptr) return;
+    const u64 first = static_cast<u64>(source) * args.num_words;
+    const u32* counts = reinterpret_cast<const u32*>(args.regions[args.rank] + args.counts_at) + first;
+    for (u32 word = lane; word < args.num_words; word += kWarp) {
+        args.host_counts[first + word] = *reinterpret_cast<const volatile u32*>(counts + word);
+    }
+}

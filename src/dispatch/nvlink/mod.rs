@@ -1,0 +1,347 @@
+//! Stores into the memory of other ranks' GPUs, over NVLink: tokens and rows are packed where they are read.
+//!
+//! Every rank has opened every other's region, laid out by [`super::region`]. Kernels of [`super::device`] store into them and
+//! raise flags; here a rank tells what comes and waits for what others raise. Ranks wait on their devices, with a limit; a wait
+//! in vain raises an alarm at every rank, and hosts look for alarms whenever they wait. Ranks that share a GPU wait on their
+//! hosts before: kernels of different processes take turns there, and one that waits would hold up those it waits for.
+
+mod error;
+mod join;
+
+use std::cell::RefCell;
+
+pub use error::NvlinkError;
+pub use join::{NvlinkOptions, Prepared};
+
+use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
+use crate::dispatch::placement::Placement;
+use crate::dispatch::region::{ALARM_WORDS, Alarm, ChunkTag, Flag, MAX_PEERS, Region, Rooms};
+use crate::gpu::Mark;
+use crate::ids::{LayerIdx, Rank};
+use crate::jit::kernels::nvlink::{NvlinkArgs, NvlinkKernels, Raise, Run};
+use crate::world::World;
+use join::{Opened, Own};
+
+/// How long a device holds back what is queued behind a wait in vain: hosts that look see the alarm long before.
+const HOLD_NS: u64 = 3_000_000_000;
+
+/// For messages.
+const STORING: &str = "stores into other ranks' memory";
+
+/// This rank's end.
+#[derive(Debug)]
+pub struct Nvlink {
+    options: NvlinkOptions,
+    tell: Function,
+    hear: Function,
+    state: RefCell<Option<State>>,
+    /// Behind what a wait of its own is for.
+    mark: RefCell<Mark>,
+}
+
+/// What there is until it is given up.
+#[derive(Debug)]
+struct State {
+    // Closed before this rank's own goes.
+    opened: Opened,
+    own: Own,
+    host_counts: PinnedBuffer<u32>,
+    host_alarms: PinnedBuffer<u64>,
+    /// Blocks of a storing kernel that are through.
+    done: DeviceBuffer<u32>,
+    /// The chunk that was begun last.
+    epoch: u32,
+}
+
+/// Where one chunk's tokens and rows go.
+#[derive(Debug, Clone, Copy)]
+pub struct Push {
+    tag: ChunkTag,
+    region: Region,
+    regions: [u64; MAX_PEERS],
+    done: u64,
+    rank: usize,
+    num_ranks: usize,
+}
+
+/// What one rank told of a chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Told {
+    /// Tokens that come, then the rows of each of this rank's experts.
+    pub counts: Vec<u32>,
+    /// The row of its home at which this rank's begin.
+    pub home_start: usize,
+}
+
+impl Push {
+    /// `[num_ranks]` where each rank has room for this one's tokens.
+    #[must_use]
+    pub fn rooms(&self) -> [u64; MAX_PEERS] {
+        self.regions.map(|region| region.wrapping_add(self.region.room_at(self.rank) as u64))
+    }
+
+    /// What a kernel raises behind `flag`'s stores.
+    #[must_use]
+    pub fn raise(&self, flag: Flag) -> Raise {
+        let at = (self.region.flags_at(flag) + 8 * self.rank) as u64;
+        let flags = self.regions.map(|region| region.wrapping_add(at));
+        // A world of more than MAX_PEERS has no regions.
+        let num_ranks = u32::try_from(self.num_ranks).unwrap_or(0);
+        Raise { flags, word: self.tag.word(), done: self.done, num_ranks, padding: 0 }
+    }
+
+    /// Where tokens from all ranks lie here, `num_tokens[r]` of them from rank `r`.
+    #[must_use]
+    pub fn arrived(&self, num_tokens: &[usize], row_bytes: usize) -> [Run; MAX_PEERS] {
+        let own = self.regions[self.rank];
+        Run::of(num_tokens, row_bytes, |source| own + self.region.room_at(source) as u64)
+    }
+
+    /// Where rows go home to, `num_rows[r]` of them to rank `r`, whose begin at row `home_starts[r]` there.
+    #[must_use]
+    pub fn homes(&self, num_rows: &[usize], home_starts: &[usize], row_bytes: usize) -> [Run; MAX_PEERS] {
+        let at = |rank: usize| (self.region.home_at() + home_starts[rank] * row_bytes) as u64;
+        Run::of(num_rows, row_bytes, |rank| self.regions[rank] + at(rank))
+    }
+
+    /// Where rows come home to.
+    #[must_use]
+    pub fn home(&self) -> u64 {
+        self.regions[self.rank] + self.region.home_at() as u64
+    }
+}
+
+impl Nvlink {
+    fn new(options: NvlinkOptions, (tell, hear): (Function, Function), mark: Mark, state: State) -> Self {
+        Self { options, tell, hear, state: RefCell::new(Some(state)), mark: RefCell::new(mark) }
+    }
+
+    fn with<T>(&self, f: impl FnOnce(&mut State) -> Result<T, NvlinkError>) -> Result<T, NvlinkError> {
+        // A session closes it when no step is to come any more.
+        f(self.state.borrow_mut().as_mut().expect("nvlink is used while its session is open"))
+    }
+
+    /// Has every rank store its number into every other's memory, and checks them; collective. Here ranks are connected, or
+    /// fail to be, before any rank is in a step.
+    ///
+    /// # Errors
+    /// If what one stored is not here once all have stored.
+    pub fn greet(&self, world: &World) -> Result<(), NvlinkError> {
+        let gpu = &self.options.gpu;
+        let (num_ranks, rank) = (world.size(), world.rank());
+        let placement = Placement::new(0, num_ranks);
+        let totals = DeviceBuffer::from_slice(gpu.stream(), &vec![rank.0 + 1; 2 * num_ranks])?;
+        let push = self.begin(world, Rooms::default(), (LayerIdx(0), 0))?;
+        let stored =
+            self.launch_tell(&push, &totals, placement, false).and_then(|()| Ok(gpu.stream().synchronise()?));
+        world.barrier();
+        stored?;
+        self.with(|state| {
+            let args = NvlinkArgs { hold_ns: 0, limit_ns: 0, ..self.args(state, &push, Flag::Counts) };
+            let args = NvlinkArgs { host_counts: state.host_counts.address(), ..args };
+            self.launch(&self.hear, NvlinkKernels::HEAR_THREADS, &args)?;
+            gpu.stream().synchronise()?;
+            let wanted = |peer: usize| Rank::from_index(peer).0 + 1;
+            let told = state.host_counts.chunks_exact(state.own.region.num_words()).take(num_ranks);
+            match told.enumerate().find(|(peer, words)| words[0] != wanted(*peer)) {
+                None => Ok(()),
+                Some((peer, words)) => Err(NvlinkError::Garbled { peer: Rank::from_index(peer), found: words[0] }),
+            }
+        })
+    }
+
+    /// Begins a chunk for which there has to be so much room; collective. Where there is less, all ranks make more first, which
+    /// no chunk of the declared sizes needs.
+    ///
+    /// # Errors
+    /// If memory has to grow and can't, on its rank, which then has to end the job.
+    pub fn begin(&self, world: &World, rooms: Rooms, (layer, step): (LayerIdx, u64)) -> Result<Push, NvlinkError> {
+        let is_enough = self.with(|state| Ok(state.own.region.rooms().hold(rooms)))?;
+        if !is_enough {
+            self.grow(world, rooms)?;
+        }
+        self.with(|state| {
+            let tag = ChunkTag::after(state.epoch, layer, step);
+            state.epoch = tag.epoch;
+            let (region, regions) = (state.own.region, state.opened.regions);
+            let (rank, num_ranks) = (world.rank().index(), world.size());
+            Ok(Push { tag, region, regions, done: state.done.address(), rank, num_ranks })
+        })
+    }
+
+    /// Makes every rank's region larger; collective.
+    fn grow(&self, world: &World, rooms: Rooms) -> Result<(), NvlinkError> {
+        let NvlinkOptions { gpu, num_local_experts, .. } = &self.options;
+        // Nobody frees what another still stores into, or has open.
+        self.wait_for_all(world, STORING)?;
+        world.barrier();
+        let mut held = self.state.borrow_mut();
+        let State { opened, own, host_counts, host_alarms, done, epoch } =
+            held.take().expect("nvlink is used while its session is open");
+        drop(opened);
+        world.barrier();
+        let region = Region::new(world.size(), *num_local_experts, own.region.rooms().max(rooms));
+        tracing::info!(num_bytes = region.num_bytes(), "memory that other ranks store into grows");
+        drop(own);
+        let own = Own::new(gpu, region)?;
+        let told = world.all_gather_bytes(&own.told(world)?);
+        let opened = Opened::open(world, &own, &told)?;
+        *held = Some(State { opened, own, host_counts, host_alarms, done, epoch });
+        Ok(())
+    }
+
+    /// Queues telling every rank what comes, of counts `totals` of the device, and hearing what it tells, which the host has at
+    /// the next mark; collective.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn exchange_counts(
+        &self,
+        world: &World,
+        push: &Push,
+        totals: &DeviceBuffer<u32>,
+        (placement, per_slot): (Placement, bool),
+    ) -> Result<(), NvlinkError> {
+        self.launch_tell(push, totals, placement, per_slot)?;
+        self.hear(world, push, Flag::Counts)
+    }
+
+    fn launch_tell(
+        &self,
+        push: &Push,
+        totals: &DeviceBuffer<u32>,
+        placement: Placement,
+        per_slot: bool,
+    ) -> Result<(), NvlinkError> {
+        self.with(|state| {
+            let args = NvlinkArgs {
+                totals: totals.address(),
+                num_experts: Rank::from_index(placement.num_experts()).0,
+                per_slot: u32::from(per_slot),
+                ..self.args(state, push, Flag::Counts)
+            };
+            self.launch(&self.tell, NvlinkKernels::TELL_THREADS, &args)
+        })
+    }
+
+    /// Queues a wait for `flag` of every rank: what is queued behind it sees what they stored; collective.
+    ///
+    /// # Errors
+    /// If the driver fails, or ranks that share a GPU see an alarm.
+    pub fn hear(&self, world: &World, push: &Push, flag: Flag) -> Result<(), NvlinkError> {
+        if self.with(|state| Ok(state.opened.shares_gpus))? {
+            self.options.gpu.count_wait();
+            self.wait_for_all(world, STORING)?;
+            world.barrier();
+        }
+        self.with(|state| {
+            let counts = if flag == Flag::Counts { state.host_counts.address() } else { 0 };
+            let args = NvlinkArgs { host_counts: counts, ..self.args(state, push, flag) };
+            self.launch(&self.hear, NvlinkKernels::HEAR_THREADS, &args)
+        })
+    }
+
+    /// What every rank told, once a mark behind [`Nvlink::exchange_counts`] has come. `max_tokens` bounds every rank's tokens.
+    ///
+    /// # Errors
+    /// If a rank told what can't be.
+    pub fn told(
+        &self,
+        num_local_experts: usize,
+        (max_tokens, num_topk): (usize, usize),
+    ) -> Result<Vec<Told>, NvlinkError> {
+        self.with(|state| {
+            let all = state.host_counts.chunks_exact(state.own.region.num_words());
+            all.enumerate()
+                .map(|(peer, words)| {
+                    let (num_tokens, rows) = (words[0] as usize, &words[2..2 + num_local_experts]);
+                    let num_rows = rows.iter().map(|&rows| rows as usize).sum();
+                    if num_tokens > max_tokens || num_rows > num_tokens * num_topk {
+                        let peer = Rank::from_index(peer);
+                        return Err(NvlinkError::Implausible { peer, num_tokens, num_rows, num_topk });
+                    }
+                    let counts = [&words[..1], rows].concat();
+                    Ok(Told { counts, home_start: words[1] as usize })
+                })
+                .collect()
+        })
+    }
+
+    /// Why this rank's device has waited in vain, where it has: the cause of whatever fails afterwards.
+    #[must_use]
+    pub fn alarm(&self) -> Option<NvlinkError> {
+        self.state.borrow().as_ref().and_then(State::alarm).map(NvlinkError::Alarm)
+    }
+
+    /// Waits until the device has come to `mark`, and looks for alarms meanwhile.
+    ///
+    /// # Errors
+    /// If there is an alarm, or something that was queued failed.
+    pub fn wait(&self, world: &World, operation: &str, mark: &Mark) -> Result<(), NvlinkError> {
+        self.with(|state| {
+            let waited = self.options.gpu.wait_unless(world, operation, mark, || state.alarm().map(NvlinkError::Alarm));
+            // A device that has held back long enough gives up: the alarm is why.
+            waited.map_err(|error| state.alarm().map_or(error, NvlinkError::Alarm))
+        })
+    }
+
+    /// Waits until the device is through with all that is queued, and looks for alarms meanwhile.
+    ///
+    /// # Errors
+    /// As [`Nvlink::wait`].
+    pub fn wait_for_all(&self, world: &World, operation: &str) -> Result<(), NvlinkError> {
+        let mut mark = self.mark.borrow_mut();
+        self.options.gpu.move_mark(&mut mark)?;
+        self.wait(world, operation, &mark)
+    }
+
+    /// Closes the memory of other ranks. Right once every rank is through with it; this rank's own may go once all have.
+    pub fn close(&self) {
+        if let Some(state) = self.state.borrow_mut().as_mut() {
+            state.opened.close();
+        }
+    }
+
+    fn args(&self, state: &State, push: &Push, flag: Flag) -> NvlinkArgs {
+        let region = &state.own.region;
+        let narrow = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
+        // The device says who is missing before the host's own limit passes.
+        let limit_ns = u64::try_from(self.options.step_limit.as_nanos() / 4 * 3).unwrap_or(u64::MAX);
+        NvlinkArgs {
+            regions: state.opened.regions,
+            totals: 0,
+            host_counts: 0,
+            host_alarms: state.host_alarms.address(),
+            counts_at: region.counts_at() as u64,
+            flags_at: region.flags_at(flag) as u64,
+            alarms_at: region.alarms_at() as u64,
+            word: push.tag.word(),
+            limit_ns,
+            hold_ns: HOLD_NS,
+            phase: flag as u32,
+            rank: narrow(push.rank),
+            num_ranks: narrow(push.num_ranks),
+            num_experts: 0,
+            num_words: narrow(region.num_words()),
+            per_slot: 0,
+        }
+    }
+
+    /// A block a rank.
+    fn launch(&self, function: &Function, num_threads: u32, args: &NvlinkArgs) -> Result<(), NvlinkError> {
+        let shape = LaunchShape::rows(args.num_ranks, num_threads);
+        // SAFETY: the argument is the kernel's (its size is asserted in the source). Regions are open and laid out alike on all
+        // ranks while `self.state` is there; counts and alarms of the host live with them, and `totals` with the caller, whose
+        // freeing waits for the device.
+        Ok(unsafe { function.launch(self.options.gpu.stream(), &shape, args) }?)
+    }
+}
+
+impl State {
+    /// What a wait of this rank's device was ended by, which the device may be writing: the state of a cell comes last.
+    fn alarm(&self) -> Option<Alarm> {
+        let mut states = (0..self.host_alarms.len()).step_by(ALARM_WORDS).map(|at| self.host_alarms.read_volatile(at));
+        let is_raised = states.any(|state| state != 0);
+        is_raised.then(|| Alarm::first(&self.host_alarms)).flatten()
+    }
+}

@@ -1,0 +1,359 @@
+//! The memory that a rank shows the other ranks of its NVLink domain, and what is written there: rooms for tokens and rows,
+//! flags that say that they are there, alarms that say why they will not come. Pure.
+//!
+//! Every rank has one region, and all have the same layout:
+//!
+//! ```text
+//! flags    [3, num_ranks] u64        raised by each rank: counts, tokens, rows
+//! alarms   [num_ranks, 4] u64        of each rank that has waited in vain
+//! counts   [num_ranks, num_words] u32    what each rank tells: tokens, where its home begins, rows of each expert
+//! rooms    [num_ranks, room_bytes]   tokens from each rank
+//! home     [home_bytes]              rows that come home, by the rank that they come from
+//! ```
+//!
+//! Nothing is taken back and nothing is acknowledged. In a chunk a rank raises its three flags at every rank, itself included,
+//! whether it has something for it or not, and waits for all of each kind before it goes on. So a rank that stores tokens of
+//! the next chunk has had everybody's rows of this one, which came behind the reading of its tokens; and one that stores rows has
+//! had everybody's tokens, which came behind the reading of the rows of the chunk before.
+
+use crate::dispatch::capacity::BufferSizes;
+use crate::ids::{LayerIdx, Rank};
+
+/// The most ranks that store into each other. `kMaxPeers` in `kernels/peers.cuh`.
+pub const MAX_PEERS: usize = 64;
+
+/// Words of an alarm's cell.
+pub const ALARM_WORDS: usize = 4;
+
+/// Parts of a region begin at multiples of this.
+const ALIGN: usize = 256;
+
+/// What a flag says is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flag {
+    /// The counts of what leaves.
+    Counts,
+    /// Tokens.
+    Tokens,
+    /// Rows that come home.
+    Rows,
+}
+
+impl Flag {
+    const ALL: [Self; 3] = [Self::Counts, Self::Tokens, Self::Rows];
+
+    /// For messages.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Counts => "counts",
+            Self::Tokens => "tokens",
+            Self::Rows => "rows",
+        }
+    }
+}
+
+/// How much room chunks need: equal on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Rooms {
+    /// Bytes of the tokens that one rank sends to one other, at most.
+    pub room_bytes: usize,
+    /// Bytes of the rows that come home to a rank, at most.
+    pub home_bytes: usize,
+}
+
+impl Rooms {
+    /// What chunks of `tokens_at_once` tokens a rank need.
+    #[must_use]
+    pub fn new(sizes: &BufferSizes, tokens_at_once: usize) -> Self {
+        let home_rows = if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) };
+        Self {
+            room_bytes: tokens_at_once.saturating_mul(sizes.token_bytes),
+            home_bytes: tokens_at_once.saturating_mul(home_rows).saturating_mul(sizes.return_bytes),
+        }
+    }
+
+    /// Enough for both.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self { room_bytes: self.room_bytes.max(other.room_bytes), home_bytes: self.home_bytes.max(other.home_bytes) }
+    }
+
+    /// Whether `other` fits in.
+    #[must_use]
+    pub fn hold(self, other: Self) -> bool {
+        self.max(other) == self
+    }
+}
+
+/// Where everything lies in a region, in bytes from its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    num_ranks: usize,
+    num_words: usize,
+    rooms: Rooms,
+}
+
+impl Region {
+    /// The layout for `num_ranks`, of which none has more than `num_local_experts`.
+    #[must_use]
+    pub fn new(num_ranks: usize, num_local_experts: usize, rooms: Rooms) -> Self {
+        let aligned = |bytes: usize| bytes.next_multiple_of(ALIGN);
+        let rooms = Rooms { room_bytes: aligned(rooms.room_bytes), home_bytes: aligned(rooms.home_bytes) };
+        Self { num_ranks, num_words: (2 + num_local_experts).next_multiple_of(4), rooms }
+    }
+
+    /// Room there is.
+    #[must_use]
+    pub fn rooms(&self) -> Rooms {
+        self.rooms
+    }
+
+    /// From rank to rank of counts, in words.
+    #[must_use]
+    pub fn num_words(&self) -> usize {
+        self.num_words
+    }
+
+    /// `[num_ranks]` flags.
+    #[must_use]
+    pub fn flags_at(&self, flag: Flag) -> usize {
+        flag as usize * (8 * self.num_ranks).next_multiple_of(ALIGN)
+    }
+
+    /// `[num_ranks, 4]` words.
+    #[must_use]
+    pub fn alarms_at(&self) -> usize {
+        Flag::ALL.len() * (8 * self.num_ranks).next_multiple_of(ALIGN)
+    }
+
+    /// `[num_ranks, num_words]` words.
+    #[must_use]
+    pub fn counts_at(&self) -> usize {
+        self.alarms_at() + (8 * ALARM_WORDS * self.num_ranks).next_multiple_of(ALIGN)
+    }
+
+    /// Where tokens of `source` lie.
+    #[must_use]
+    pub fn room_at(&self, source: usize) -> usize {
+        self.counts_at()
+            + (4 * self.num_words * self.num_ranks).next_multiple_of(ALIGN)
+            + source * self.rooms.room_bytes
+    }
+
+    /// Where rows come home.
+    #[must_use]
+    pub fn home_at(&self) -> usize {
+        self.room_at(self.num_ranks)
+    }
+
+    /// Its size.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        self.home_at() + self.rooms.home_bytes
+    }
+}
+
+/// Which chunk a flag belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkTag {
+    /// Counts chunks of all layers; never 0.
+    pub epoch: u32,
+    /// The layer.
+    pub layer: LayerIdx,
+    /// Counts the steps of a run.
+    pub step: u64,
+}
+
+/// Bits of a step in a flag.
+const STEP_BITS: u32 = 20;
+
+impl ChunkTag {
+    /// The chunk behind one of `epoch`.
+    #[must_use]
+    pub fn after(epoch: u32, layer: LayerIdx, step: u64) -> Self {
+        Self { epoch: epoch.wrapping_add(1).max(1), layer, step }
+    }
+
+    /// What a flag of it holds: the epoch, by which flags of chunks before are told from it, then layer and step, which have
+    /// to be everybody's.
+    #[must_use]
+    pub fn word(self) -> u64 {
+        let step = self.step & ((1 << STEP_BITS) - 1);
+        u64::from(self.epoch) << 32 | u64::from(self.layer.0 & 0xfff) << STEP_BITS | step
+    }
+}
+
+/// A flag's word for people.
+fn describe(word: u64) -> String {
+    if word == 0 {
+        return "nothing".to_owned();
+    }
+    let (chunk, layer, step) = (word >> 32, word >> STEP_BITS & 0xfff, word & ((1 << STEP_BITS) - 1));
+    format!("layer {layer}, step {step}, chunk {chunk} of the session")
+}
+
+/// What a rank has waited for in vain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Alarm {
+    kind: Kind,
+    flag: Flag,
+    /// Who waited.
+    pub waiter: Rank,
+    /// Whom for.
+    pub missing: Rank,
+    wanted: u64,
+    seen: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// It did not come in time.
+    Late,
+    /// It is at another place.
+    Other,
+}
+
+impl Alarm {
+    /// The first of the cells in which one is written; `cells` `[.., 4]`.
+    #[must_use]
+    pub fn first(cells: &[u64]) -> Option<Self> {
+        cells.as_chunks::<ALARM_WORDS>().0.iter().find_map(Self::read)
+    }
+
+    fn read(&[state, wanted, seen, _]: &[u64; ALARM_WORDS]) -> Option<Self> {
+        if state >> 63 == 0 {
+            return None;
+        }
+        let rank = |bits: u64| Rank((bits & 0xff_ffff) as u32);
+        Some(Self {
+            kind: if state >> 56 & 0x7f == 1 { Kind::Late } else { Kind::Other },
+            flag: Flag::ALL.into_iter().nth((state >> 48 & 0xff) as usize).unwrap_or(Flag::Rows),
+            waiter: rank(state >> 24),
+            missing: rank(state),
+            wanted,
+            seen,
+        })
+    }
+
+    /// Whether ranks are at different places, rather than one late or gone.
+    #[must_use]
+    pub fn is_drift(&self) -> bool {
+        self.kind == Kind::Other
+    }
+}
+
+impl std::fmt::Display for Alarm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { waiter, missing, .. } = self;
+        let (what, wanted, seen) = (self.flag.name(), describe(self.wanted), describe(self.seen));
+        match self.kind {
+            Kind::Late => write!(
+                f,
+                "{waiter} waited on its GPU for the {what} of {missing} at {wanted}, which have not come in time; the last \
+                 it had was {seen}"
+            ),
+            Kind::Other => write!(
+                f,
+                "{waiter} waited on its GPU for the {what} of {missing} at {wanted}, but that rank is at {seen}: every rank \
+                 must call the same layers in the same order"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Parts follow one another, none reaches into the next, and all are aligned for 16-byte stores.
+        #[test]
+        fn parts_of_a_region_do_not_overlap(
+            num_ranks in 1usize..=MAX_PEERS,
+            num_local_experts in 0usize..900,
+            room_bytes in 0usize..1 << 30,
+            home_bytes in 0usize..1 << 30,
+        ) {
+            let rooms = Rooms { room_bytes, home_bytes };
+            let region = Region::new(num_ranks, num_local_experts, rooms);
+            let mut parts: Vec<(usize, usize)> =
+                Flag::ALL.iter().map(|flag| (region.flags_at(*flag), 8 * num_ranks)).collect();
+            parts.push((region.alarms_at(), 8 * ALARM_WORDS * num_ranks));
+            parts.push((region.counts_at(), 4 * num_ranks * (2 + num_local_experts)));
+            parts.extend((0..num_ranks).map(|source| (region.room_at(source), room_bytes)));
+            parts.push((region.home_at(), home_bytes));
+            parts.push((region.num_bytes(), 0));
+            for pair in parts.windows(2) {
+                prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
+            }
+            prop_assert!(parts[..parts.len() - 1].iter().all(|(at, _)| at % 256 == 0));
+            prop_assert!(region.num_words() >= 2 + num_local_experts && region.num_words().is_multiple_of(4));
+            prop_assert!(region.rooms().hold(rooms));
+        }
+
+        #[test]
+        fn chunks_one_behind_the_other_have_other_words(epoch in any::<u32>(), layer in 0u32..4096, step in any::<u64>()) {
+            let tag = ChunkTag::after(epoch, LayerIdx(layer), step);
+            let next = ChunkTag::after(tag.epoch, LayerIdx(layer), step);
+            prop_assert_ne!(tag.word(), next.word());
+            prop_assert!(tag.word() >> 32 != 0, "0 is a flag that nobody has raised");
+            // As kernels/nvlink.cu tells ranks that are ahead from those that have not come yet.
+            let ahead = (next.word() >> 32) as u32;
+            prop_assert!(ahead.wrapping_sub(tag.epoch) < 0x8000_0000);
+            prop_assert!(tag.epoch.wrapping_sub(ahead) >= 0x8000_0000);
+        }
+    }
+
+    #[test]
+    fn words_hold_layer_and_step() {
+        let tag = ChunkTag { epoch: 7, layer: LayerIdx(3), step: 17 };
+        assert_eq!(describe(tag.word()), "layer 3, step 17, chunk 7 of the session");
+        for other in
+            [ChunkTag { layer: LayerIdx(4), ..tag }, ChunkTag { step: 18, ..tag }, ChunkTag { epoch: 8, ..tag }]
+        {
+            assert_ne!(tag.word(), other.word());
+        }
+    }
+
+    #[test]
+    fn alarms_say_who_waits_for_whom() {
+        let wanted = ChunkTag { epoch: 7, layer: LayerIdx(3), step: 17 }.word();
+        let seen = ChunkTag { epoch: 6, layer: LayerIdx(2), step: 17 }.word();
+        let late = [1 << 63 | 1 << 56 | 2 << 48 | 5 << 24 | 9, wanted, seen, 0];
+        assert_eq!(Alarm::first(&[0; 8]), None);
+        let alarm = Alarm::first(&[[0; 4], late].concat()).unwrap();
+        assert_eq!((alarm.waiter, alarm.missing, alarm.is_drift()), (Rank(5), Rank(9), false));
+        assert_eq!(
+            alarm.to_string(),
+            "rank 5 waited on its GPU for the rows of rank 9 at layer 3, step 17, chunk 7 of the session, which have not come \
+             in time; the last it had was layer 2, step 17, chunk 6 of the session"
+        );
+        let other = Alarm::first(&[1 << 63 | 2 << 56, wanted, wanted + 1, 0]).unwrap();
+        assert!(other.is_drift() && other.to_string().contains("is at layer 3, step 18"), "{other}");
+        let never = Alarm::first(&[1 << 63 | 1 << 56 | 1, wanted, 0, 0]).unwrap();
+        assert!(never.to_string().ends_with("the last it had was nothing"), "{never}");
+    }
+
+    #[test]
+    fn rooms_are_what_the_plan_of_buffers_counts() {
+        use crate::dispatch::capacity::BufferPlan;
+        for per_slot in [false, true] {
+            let (num_ranks, num_topk) = (3, 8);
+            let sizes = BufferSizes {
+                num_ranks,
+                num_local_experts: 20,
+                num_topk,
+                hidden: 64,
+                intermediate: 32,
+                token_bytes: 192,
+                return_bytes: 128,
+                per_slot,
+                forwards: None,
+            };
+            let (rooms, plan) = (Rooms::new(&sizes, 100), BufferPlan::new(&sizes, 100));
+            assert_eq!((rooms.room_bytes * num_ranks) as u64, plan.receive_bytes);
+            assert!(rooms.home_bytes as u64 <= plan.return_bytes);
+        }
+    }
+}

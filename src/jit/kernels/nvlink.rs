@@ -1,0 +1,131 @@
+//! What ranks of one NVLink domain tell each other: `kernels/nvlink.cu`, and the tables by which kernels store rows into each
+//! other's memory, `kernels/peers.cuh`.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::super::arch::Arch;
+use super::super::request::KernelRequest;
+use super::super::source::{BASE, KernelSource, PEERS};
+use crate::dispatch::region::MAX_PEERS;
+
+const SOURCE: KernelSource =
+    KernelSource { name: "nvlink", main: include_str!("../../../kernels/nvlink.cu"), headers: &[BASE, PEERS] };
+
+/// Rows that lie one behind the other; see the struct of that name in `kernels/peers.cuh`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Run {
+    /// Where row 0 of the whole list would lie, were all of it in this run.
+    pub address: u64,
+    /// The row behind its last.
+    pub end: u64,
+}
+
+impl Run {
+    /// All rows of a list, one behind the other.
+    #[must_use]
+    pub fn whole(address: u64) -> [Self; MAX_PEERS] {
+        [Self { address, end: u64::MAX }; MAX_PEERS]
+    }
+
+    /// Runs of `lengths` rows of `row_bytes` each, of which run `r` begins at `address(r)`.
+    ///
+    /// # Panics
+    /// If there are more than [`MAX_PEERS`], which no transport builds.
+    #[must_use]
+    pub fn of(lengths: &[usize], row_bytes: usize, address: impl Fn(usize) -> u64) -> [Self; MAX_PEERS] {
+        assert!(lengths.len() <= MAX_PEERS, "{} runs", lengths.len());
+        let mut runs = Self::whole(0);
+        let mut first = 0;
+        for (rank, (run, &len)) in runs.iter_mut().zip(lengths).enumerate() {
+            *run = Self { address: address(rank).wrapping_sub(first * row_bytes as u64), end: first + len as u64 };
+            first += len as u64;
+        }
+        runs
+    }
+}
+
+/// Flags that a kernel raises when all of its rows are stored; see the struct of that name in `kernels/peers.cuh`.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernels' header says what each is")]
+pub struct Raise {
+    pub flags: [u64; MAX_PEERS],
+    pub word: u64,
+    pub done: u64,
+    pub num_ranks: u32,
+    pub padding: u32,
+}
+
+impl Raise {
+    /// None.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::zeroed()
+    }
+}
+
+/// The argument of `tell` and `hear`; see the struct of that name in `kernels/nvlink.cu`.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct NvlinkArgs {
+    pub regions: [u64; MAX_PEERS],
+    pub totals: u64,
+    pub host_counts: u64,
+    pub host_alarms: u64,
+    pub counts_at: u64,
+    pub flags_at: u64,
+    pub alarms_at: u64,
+    pub word: u64,
+    pub limit_ns: u64,
+    pub hold_ns: u64,
+    pub phase: u32,
+    pub rank: u32,
+    pub num_ranks: u32,
+    pub num_experts: u32,
+    pub num_words: u32,
+    pub per_slot: u32,
+}
+
+/// The kernels by which ranks tell each other what is where.
+#[derive(Debug, Clone, Copy)]
+pub struct NvlinkKernels;
+
+impl NvlinkKernels {
+    /// Tells every rank what comes; a block of [`NvlinkKernels::TELL_THREADS`] a rank.
+    pub const TELL: &'static str = "tell";
+    /// Threads of its blocks.
+    pub const TELL_THREADS: u32 = 128;
+    /// Waits for what every rank tells; a warp a rank.
+    pub const HEAR: &'static str = "hear";
+    /// Threads of its blocks.
+    pub const HEAR_THREADS: u32 = 32;
+
+    /// What to compile.
+    #[must_use]
+    pub fn request(self, arch: Arch) -> KernelRequest {
+        KernelRequest::new(SOURCE, arch).with_arguments::<NvlinkArgs>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As `run_of` of `kernels/peers.cuh` finds a row.
+    fn place(runs: &[Run], row: u64, row_bytes: u64) -> u64 {
+        let run = runs.iter().find(|run| row < run.end).expect("a run");
+        run.address.wrapping_add(row * row_bytes)
+    }
+
+    #[test]
+    fn rows_lie_in_their_runs() {
+        // Empty runs at the start, the middle and the end.
+        let runs = Run::of(&[0, 2, 0, 3, 0], 16, |rank| 1000 * rank as u64);
+        let places: Vec<u64> = (0..5).map(|row| place(&runs, row, 16)).collect();
+        assert_eq!(places, [1000, 1016, 3000, 3016, 3032]);
+        let whole = Run::whole(64);
+        assert_eq!((place(&whole, 0, 16), place(&whole, 9, 16)), (64, 208));
+    }
+}
