@@ -38,20 +38,32 @@ DEVICE float soft_limit(float x, float limit, float inverse_limit) {
 }
 
 #if ACTIVATION == ACTIVATION_SITU_LINEAR
-/// SiTU with both limits small: one reciprocal for tanh, sigmoid and tanh. With z = |gate| / beta, e = exp(-2 z) and
-/// s = exp(-|gate|), tanh(z) = (1 - e) / (1 + e) and sigmoid = 1 / (1 + s), or s / (1 + s) of a negative gate.
+/// The smaller of both; NaN if one is.
+DEVICE float min_or_nan(float a, float b) {
+    float smaller;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+    return smaller;
+}
+
+/// SiTU with both limits small: one reciprocal for tanh, sigmoid and tanh. With e = exp(-2 gate / beta), s = exp(-gate) and f
+/// for up as e for gate, tanh(gate / beta) = (1 - e) / (1 + e) and sigmoid = 1 / (1 + s).
 ///
-/// NOTE: exponents are never positive, so that nothing overflows. `1 - e` errs by 2e-7 near 0, which both limits multiply.
+/// NOTE: exponents (of 2) end where tanh is -1 and sigmoid 0 but for less than counts, so that the product of all
+/// denominators stays below 2^107. `1 - e` errs by 2e-7 near 0, which both limits multiply.
 DEVICE float situ_linear(float gate, float up) {
     constexpr float beta = __builtin_bit_cast(float, BETA_BITS), linear_beta = __builtin_bit_cast(float, LINEAR_BETA_BITS);
-    const float e = exp2_approx(fabsf(gate) * (-2.0f * kLog2E / beta));
-    // With beta 4, which K3 has, s is e * e.
-    const float s = beta == 4.0f ? e * e : exp2_approx(fabsf(gate) * -kLog2E);
-    const float f = exp2_approx(fabsf(up) * (-2.0f * kLog2E / linear_beta));
-    const float above = (gate < 0.0f ? s : 1.0f) * (1.0f - e) * (1.0f - f);
-    const float below = (1.0f + e) * (1.0f + s) * (1.0f + f);
-    const float magnitude = above * (beta * linear_beta) * rcp_approx(below);
-    return as_float(as_bits(magnitude) ^ ((as_bits(gate) ^ as_bits(up)) & 0x80000000u));
+    constexpr float limits = beta * linear_beta;
+    const float e = exp2_approx(min_or_nan(gate * (-2.0f * kLog2E / beta), 26.0f));
+    const float f = exp2_approx(min_or_nan(up * (-2.0f * kLog2E / linear_beta), 28.0f));
+    float below;
+    if constexpr (beta == 4.0f) {
+        below = fmaf(e, e, 1.0f);  // s is e * e
+    } else {
+        below = 1.0f + exp2_approx(min_or_nan(gate * -kLog2E, 52.0f));
+    }
+    below = fmaf(e, below, below);
+    const float above = fmaf(e, -limits, limits);
+    return fmaf(-f, above, above) * rcp_approx(fmaf(below, f, below));
 }
 #endif
 

@@ -100,6 +100,19 @@ DEVICE Word4 load_global4_cg(const void* pointer) {
     return w;
 }
 
+/// Adds to a count after all that this thread has seen written.
+DEVICE void add_release(u32* count, u32 value) {
+    __threadfence();
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
+}
+
+/// Reads a count before all that this thread does next.
+DEVICE u32 load_acquire(const u32* count) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    return value;
+}
+
 /// 16 bytes from global to shared memory, or 16 zeros where `take` is false. The address must be valid either way.
 DEVICE void copy_async16(u32 shared, const void* global, bool take) {
     const u32 num_bytes = take ? 16 : 0;

@@ -28,8 +28,13 @@ struct GroupedGemmArgs {
     const u32* expert_offsets;
     /// `[num_rows]` the token that each row reads.
     const u32* row_token;
-    /// `[num_tokens, HIDDEN]` bf16; schedules that say so take the image of permute.cu instead.
+    /// `[num_tokens, HIDDEN]` bf16.
     const u8* tokens;
+    /// The image of all rows (image.cuh), which is gathered from tokens; null where the schedule reads tokens.
+    u8* image;
+    /// `[num_groups]` parts of each of the image's groups of 8 rows that are there, zero before FC1 and after FC2; null where
+    /// the whole image is there before FC1.
+    u32* gathered;
     /// FC2's input, bf16: `[num_rows, INTERMEDIATE]`, or an image.
     u8* inner;
     /// `[num_rows, HIDDEN]` unweighted FC2 rows, f32 or bf16.
@@ -42,6 +47,8 @@ struct GroupedGemmArgs {
     /// Multiplies every token value.
     float token_scale;
     u32 num_experts;
+    u32 num_groups;
+    u32 unused;
 };
 
 static_assert(sizeof(GroupedGemmArgs) == ARGUMENTS_BYTES, "GroupedGemmArgs is the host's");

@@ -21,197 +21,9 @@
 #include "experts.cuh"
 #include "hopper.cuh"
 #include "requantise.cuh"
+#include "small_feed.cuh"
 #include "store.cuh"
 #include "weights.cuh"
-
-static_assert(HIDDEN % 16 == 0 && INTERMEDIATE % 16 == 0, "NVFP4 blocks divide both widths");
-static_assert(BLOCK_ROWS == 8 || BLOCK_ROWS == 16, "rows of one or two MMAs");
-
-constexpr u32 kWarps = 8;
-constexpr u32 kThreads = kWarps * kWarp;
-constexpr u32 kRowTiles = BLOCK_ROWS / 8;
-
-// A slot of 7 steps, 8 KB, keeps 3 of them in every warp's ring; with 2 slots the rate fell by 15 to 30 %.
-constexpr u32 kMostSlotSteps = 7;
-
-template <bool kIsFc1>
-struct Gemm {
-    static constexpr u32 kWidth = kIsFc1 ? HIDDEN : INTERMEDIATE;
-    static constexpr u32 kSteps = (kWidth + kStepK - 1) / kStepK;
-    static constexpr u32 kUnits = kIsFc1 ? INTERMEDIATE / 16 : (HIDDEN + kUnitRows - 1) / kUnitRows;
-    /// The most steps that a warp's slice has, in how many slots they come, and the most steps of a slot.
-    static constexpr u32 kSlice = (kSteps + kWarps - 1) / kWarps;
-    static constexpr u32 kSlots = (kSlice + kMostSlotSteps - 1) / kMostSlotSteps;
-    static constexpr u32 kSlotSteps = (kSlice + kSlots - 1) / kSlots;
-    static constexpr bool kIsEven = kSteps % kWarps == 0;
-};
-
-static_assert(Gemm<true>::kSlice * kRowTiles <= 16 && Gemm<false>::kSlice * kRowTiles <= 16,
-              "a slice's activations fit registers");
-
-constexpr u32 kSlotBytes =
-    kStepBytes * (Gemm<true>::kSlotSteps > Gemm<false>::kSlotSteps ? Gemm<true>::kSlotSteps : Gemm<false>::kSlotSteps);
-constexpr u32 kSumsAt = kWarps * NUM_STAGES * kSlotBytes;
-/// Sums of a unit by all warps: [warp][tile][row tile][register][lane].
-constexpr u32 kSumsBytes = kWarps * 8 * kRowTiles * kWarp * 4;
-constexpr u32 kSharedBytes = kSumsAt + 2 * kSumsBytes;
-static_assert(kSharedBytes == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
-static_assert(kSharedBytes <= 232448 - 8 * kWarps * NUM_STAGES - 2048, "a block's shared memory on sm_90 is 227 KB");
-
-/// A warp's slots, filled and read in turn.
-struct Ring {
-    u32 slots;
-    u32 barriers;
-    u32 fill_slot;
-    u32 read_slot;
-    u32 read_parity;
-    u64 policy;
-
-    /// One lane calls it.
-    DEVICE void fill(const u8* from, u32 num_bytes) {
-        barrier_expect(barriers + 8 * fill_slot, num_bytes);
-        bulk_load(slots + fill_slot * kSlotBytes, from, num_bytes, barriers + 8 * fill_slot, policy);
-        if (++fill_slot == NUM_STAGES) fill_slot = 0;
-    }
-
-    DEVICE u32 wait() const {
-        barrier_wait(barriers + 8 * read_slot, read_parity);
-        return slots + read_slot * kSlotBytes;
-    }
-
-    DEVICE void release() {
-        __syncwarp();
-        if (++read_slot == NUM_STAGES) {
-            read_slot = 0;
-            read_parity ^= 1;
-        }
-    }
-};
-
-/// A warp's slice of K.
-template <bool kIsFc1>
-struct Slice {
-    u32 first_step;
-    u32 num_steps;
-
-    DEVICE static Slice mine() {
-        constexpr u32 kSteps = Gemm<kIsFc1>::kSteps;
-        const u32 warp = threadIdx.x / kWarp;
-        const u32 first = kSteps * warp / kWarps;
-        return {first, kSteps * (warp + 1) / kWarps - first};
-    }
-
-    DEVICE bool holds(u32 step) const { return Gemm<kIsFc1>::kIsEven || step < num_steps; }
-};
-
-/// Units of a range that read the same rows.
-struct Run {
-    /// The first unit's.
-    const u8* weights;
-    u32 first_unit;
-    u32 num_units;
-    u32 first_row;
-    u32 num_rows;
-    /// What multiplies gate's and up's sums, or down's.
-    float scales[2];
-    float input_scale;
-};
-
-/// A block has few runs: about two, and one more for each expert that fits its share of units whole.
-constexpr u32 kMaxRuns = 16;
-
-/// What a block computes: units `next` to `end` in the order expert > row block > unit, of which `runs` are planned.
-/// In shared memory, so that no warp looks for its runs while weights could be on their way.
-template <bool kIsFc1>
-struct Plan {
-    Run runs[kMaxRuns];
-    u32 num_runs;
-    u32 next;
-    u32 end;
-
-    /// Plans this block's share. All lanes of one warp call it.
-    DEVICE void start(const GroupedGemmArgs& args) {
-        const u64 num_units = TileCursor<1, BLOCK_ROWS>(args).count() * static_cast<u64>(Gemm<kIsFc1>::kUnits);
-        if (threadIdx.x % kWarp == 0) {
-            next = static_cast<u32>(num_units * blockIdx.x / gridDim.x);
-            end = static_cast<u32>(num_units * (blockIdx.x + 1) / gridDim.x);
-        }
-        __syncwarp();
-        go_on(args);
-    }
-
-    /// Plans what comes next, as far as there is room. All lanes of one warp call it.
-    DEVICE void go_on(const GroupedGemmArgs& args) {
-        using G = Gemm<kIsFc1>;
-        TileCursor<G::kUnits, BLOCK_ROWS> cursor(args);
-        Place place;
-        u32 index = next, count = 0;
-        const u32 last = end;
-        for (; count < kMaxRuns && index < last && cursor.find(index, place); ++count) {
-            const Expert& expert = args.experts[place.expert];
-            const u32 row_in_expert = place.index / G::kUnits * BLOCK_ROWS, unit = place.index % G::kUnits;
-            const u32 num_units = min_of(G::kUnits - unit, last - index);
-            if (threadIdx.x % kWarp == 0) {
-                Run& run = runs[count];
-                run.weights = (kIsFc1 ? expert.fc1 : expert.fc2) + static_cast<u64>(unit) * (G::kSteps * kStepBytes);
-                run.first_unit = unit;
-                run.num_units = num_units;
-                run.first_row = place.first_row + row_in_expert;
-                run.num_rows = min_of<u32>(BLOCK_ROWS, place.num_rows - row_in_expert);
-                run.input_scale = expert.input_scale;
-                if constexpr (kIsFc1) {
-                    run.scales[0] = args.token_scale * expert.gate_scale;
-                    run.scales[1] = args.token_scale * expert.up_scale;
-                } else {
-                    run.scales[0] = QUANTISE ? expert.down_scale * expert.input_scale : expert.down_scale;
-                }
-            }
-            index += num_units;
-        }
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) {
-            num_runs = count;
-            next = index;
-        }
-    }
-};
-
-/// Fills a ring with a warp's slices of a plan. One lane's.
-template <bool kIsFc1>
-class Feed {
-    using G = Gemm<kIsFc1>;
-
-public:
-    DEVICE explicit Feed(const Plan<kIsFc1>& plan)
-        : run_(plan.runs), end_(plan.runs + plan.num_runs), slice_(Slice<kIsFc1>::mine()) {}
-
-    /// Fills one slot; false when nothing is left.
-    DEVICE bool fill(Ring& ring) {
-        if (slice_.num_steps == 0) return false;
-        if (units_left_ == 0) {
-            if (run_ == end_) return false;
-            units_left_ = run_->num_units;
-            unit_ = run_->weights + slice_.first_step * kStepBytes;
-            ++run_;
-        }
-        ring.fill(unit_ + step_ * kStepBytes, min_of(G::kSlotSteps, slice_.num_steps - step_) * kStepBytes);
-        step_ += G::kSlotSteps;
-        if (step_ >= slice_.num_steps) {
-            step_ = 0;
-            unit_ += G::kSteps * kStepBytes;
-            --units_left_;
-        }
-        return true;
-    }
-
-private:
-    const Run* run_;
-    const Run* end_;
-    Slice<kIsFc1> slice_;
-    const u8* unit_ = nullptr;
-    u32 units_left_ = 0;
-    u32 step_ = 0;
-};
 
 /// The rows that a lane reads of a run: where they lie among the tokens, or in FC2's input.
 template <bool kIsFc1>
@@ -300,30 +112,43 @@ DEVICE void add_slices(u32 sums, u32 n, float (&halves)[2]) {
     }
 }
 
+/// Sends a unit's columns through NVFP4, a block a row: `values[n]` is a column of row 8 n + 2 t + c.
+///
+/// With two row tiles a lane makes the scale of the one that bit 1 of its number names, and is told the other's.
+DEVICE void requantise_unit(const Run& run, u32 t, float (&values)[kRowTiles], QuantCounts& counts) {
+    const u32 lane = threadIdx.x % kWarp, c = lane % 2, own = kRowTiles == 2 ? lane / 2 % 2 : 0;
+    // The lanes of a row hold a block. As integers magnitudes order like their bits, and NaN wins.
+    u32 amax[kRowTiles];
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) amax[n] = nvfp4::magnitude_bits(values[n]);
+    const u32 first = amax[0], last = amax[kRowTiles - 1];
+    u32 bits = max(own == 0 ? first : last, __shfl_xor_sync(kAllLanes, own == 0 ? last : first, 2));
+#pragma unroll
+    for (u32 distance = 4; distance < kWarp; distance *= 2) bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
+    const BlockScale scale = block_scale(bits, run.inverse_input_scale);
+    if (lane < 2 * kRowTiles && own * 8 + 2 * t + c < run.num_rows) counts.add(scale);
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) values[n] = requantise(values[n], factors_of(scale, c + 2 * n));
+}
+
 /// Stores a unit of FC1: one column of one row a lane, 16 unit + 2 g + j.
 DEVICE void store_fc1(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums, QuantCounts& counts) {
     const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
+    float values[kRowTiles];
+#pragma unroll
+    for (u32 n = 0; n < kRowTiles; ++n) {
+        float halves[2];
+        add_slices(sums, n, halves);
+        values[n] = activate(halves[0] * run.scales[0], halves[1] * run.scales[1]);
+    }
+    if constexpr (QUANTISE) requantise_unit(run, t, values, counts);
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
         const u32 row = n * 8 + 2 * t + lane % 2;
-        float halves[2];
-        add_slices(sums, n, halves);
-        float value = activate(halves[0] * run.scales[0], halves[1] * run.scales[1]);
-        if constexpr (QUANTISE) {
-            // The lanes of a row hold a block. As integers magnitudes order like their bits, and NaN wins.
-            u32 amax = nvfp4::magnitude_bits(value);
-#pragma unroll
-            for (u32 distance = 2; distance < kWarp; distance *= 2) {
-                amax = max(amax, __shfl_xor_sync(kAllLanes, amax, distance));
-            }
-            const BlockScale scale = block_scale(amax, __fdiv_rn(1.0f, run.input_scale));
-            if (lane < 2 && row < run.num_rows) counts.add(scale);
-            value = requantise(value, scale);
-        }
-        const float odd = __shfl_xor_sync(kAllLanes, value, 2);
+        const float odd = __shfl_xor_sync(kAllLanes, values[n], 2);
         if (lane / 2 % 2 == 0 && row < run.num_rows) {
             const u64 at = static_cast<u64>(run.first_row + row) * INTERMEDIATE + unit * 16 + 2 * (lane / 4);
-            *reinterpret_cast<u32*>(args.inner + at * 2) = pack_bf16(value, odd);
+            *reinterpret_cast<u32*>(args.inner + at * 2) = pack_bf16(values[n], odd);
         }
     }
 }
@@ -346,20 +171,9 @@ DEVICE void store_fc2(const GroupedGemmArgs& args, const Run& run, u32 unit, u32
     }
 }
 
-/// Both feeds: FC2's weights follow FC1's without a gap. One lane's.
-struct Feeds {
-    Feed<true> fc1;
-    Feed<false> fc2;
-    bool is_fc2_planned;
-
-    DEVICE void fill(Ring& ring) {
-        if (!fc1.fill(ring) && is_fc2_planned) fc2.fill(ring);
-    }
-};
-
 /// Computes what is planned. `turn` says which half of the warps reduces and which half of the sums is written.
 template <bool kIsFc1>
-DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring& ring, Feeds& feeds, u32 sums,
+DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring& ring, Feed& feed, u32 sums,
                     u32& turn, QuantCounts& counts) {
     using G = Gemm<kIsFc1>;
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -389,7 +203,7 @@ DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring&
                     }
                 }
                 ring.release();
-                if (lane == 0) feeds.fill(ring);
+                if (lane == 0) feed.fill(ring);
             }
 
             // Hand its sums over; half of the warps add them up while the others go on
@@ -425,14 +239,14 @@ DEVICE void grid_barrier(u32* barrier) {
     __syncthreads();
     if (threadIdx.x == 0) {
         u32 crossing, now;
-        asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(crossing) : "l"(barrier + 1) : "memory");
+        crossing = load_acquire(barrier + 1);
         __threadfence();
         if (atomicAdd(barrier, 1) == gridDim.x - 1) {
             barrier[0] = 0;
             asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(barrier + 1), "r"(crossing + 1) : "memory");
         } else {
             do {
-                asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(barrier + 1) : "memory");
+                now = load_acquire(barrier + 1);
             } while (now == crossing);
         }
         __threadfence();
@@ -463,34 +277,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
     QuantCounts counts = {0, 0};
     u32 turn = 0;
     const u32 sums = shared + kSumsAt;
-    Feeds feeds = {Feed<true>(fc1), Feed<false>(fc2), fc1.next == fc1.end};
+    Feed feed(fc1, fc2);
     while (true) {
         if (lane == 0) {
-            for (u32 i = 0; i < NUM_STAGES; ++i) feeds.fill(ring);
+            for (u32 i = 0; i < NUM_STAGES; ++i) feed.fill(ring);
         }
         __syncwarp();
-        compute<true>(args, fc1, ring, feeds, sums, turn, counts);
-        if (feeds.is_fc2_planned) break;
+        compute<true>(args, fc1, ring, feed, sums, turn, counts);
+        if (feed.is_fc1_planned()) break;
         __syncthreads();
         if (warp == 0) fc1.go_on(args);
         __syncthreads();
-        feeds.fc1 = Feed<true>(fc1);
-        feeds.is_fc2_planned = fc1.next == fc1.end;
+        feed.go_on(fc1);
     }
     if (QUANTISE) counts.flush(args.counts);
     grid_barrier(args.barrier);
 
     // FC2, whose first weights are here or on their way
-    compute<false>(args, fc2, ring, feeds, sums, turn, counts);
+    compute<false>(args, fc2, ring, feed, sums, turn, counts);
     while (fc2.next != fc2.end) {
         __syncthreads();
         if (warp == 0) fc2.go_on(args);
         __syncthreads();
-        feeds.fc2 = Feed<false>(fc2);
+        feed.go_on(fc2);
         if (lane == 0) {
-            for (u32 i = 0; i < NUM_STAGES; ++i) feeds.fill(ring);
+            for (u32 i = 0; i < NUM_STAGES; ++i) feed.fill(ring);
         }
         __syncwarp();
-        compute<false>(args, fc2, ring, feeds, sums, turn, counts);
+        compute<false>(args, fc2, ring, feed, sums, turn, counts);
     }
 }

@@ -74,6 +74,9 @@ DEVICE void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "
 /// Orders this thread's ordinary accesses to shared memory before what copy engine and tensor cores do to it.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/// Orders what this thread has seen of global memory before copies that it issues.
+DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // ---- wgmma ----
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -26,9 +26,24 @@ DEVICE float round_e2m1(float x) {
     return as_float(as_bits(rounded) | (as_bits(x) & 0x80000000u));
 }
 
+/// What a block's values are multiplied by before and after they are rounded.
+struct BlockFactors {
+    float before;
+    float after;
+};
+
+/// Those of a scale that another lane has made. All lanes of a warp call it.
+DEVICE BlockFactors factors_of(const BlockScale& scale, u32 lane) {
+    return {__shfl_sync(kAllLanes, scale.block.factor, lane), __shfl_sync(kAllLanes, scale.value, lane)};
+}
+
 /// `e2m1(x * factor) * scale`, exact in bf16.
+DEVICE float requantise(float x, const BlockFactors& factors) {
+    return __fmul_rn(round_e2m1(__fmul_rn(x, factors.before)), factors.after);
+}
+
 DEVICE float requantise(float x, const BlockScale& scale) {
-    return __fmul_rn(round_e2m1(__fmul_rn(x, scale.block.factor)), scale.value);
+    return requantise(x, BlockFactors{scale.block.factor, scale.value});
 }
 
 /// What happened to the block scales that a thread has made.

@@ -42,6 +42,20 @@ DEVICE u32 multiply_bf16(u32 a, u32 b) {
     return product;
 }
 
+/// What stands for the left shifts of `decode16`: factors. Another unit than that of shifts and masks multiplies.
+struct Shifts {
+    u32 by3;
+    u32 by5;
+    u32 by6;
+
+    /// NOTE: the compiler must not know that they are powers of two, else it shifts.
+    template <typename Args>
+    DEVICE static Shifts as_factors(const Args& args) {
+        const u32 zero = args.num_experts >> 31;
+        return {8 + zero, 32 + zero, 64 + zero};
+    }
+};
+
 /// Two words, 16 codes, as the A fragments of MMAs q (even) and q + 1; `s0` and `s1` are the scales of halves 0 and 1.
 ///
 /// A code's bits s e1 e0 m belong at 15, 8, 7, 6 of a 16-bit half. Each word holds three codes a half that one shift
@@ -49,16 +63,21 @@ DEVICE u32 multiply_bf16(u32 a, u32 b) {
 ///   w0: a0 in place {15 | 8, 7, 6}; a1 rotr 5 {other half's 4 | 13, 12, 11}; a2 shl 6 {9 | 2, 1, 0};
 ///       left {10, 3}: s, e1 of a3 (shl 5); {other half's 5, 14}: s, e1 of b3 (rotr 6)
 ///   w1: b0 in place; b1 shl 3 {12 | 5, 4, 3}; b2 shl 6; left {14, 13}: e0, m of a3 (shr 7); {11, 10}: of b3 (shr 4)
-DEVICE void decode16(u32 w0, u32 w1, u32 s0, u32 s1, u32 (&a)[4], u32 (&b)[4]) {
+DEVICE void decode16(u32 w0, u32 w1, u32 s0, u32 s1, const Shifts& left, u32 (&a)[4], u32 (&b)[4]) {
     constexpr u32 kCode = 0x81C081C0u, kHigh = 0x81008100u, kLow = 0x00C000C0u;
     a[0] = multiply_bf16(w0 & kCode, s0);
     a[1] = multiply_bf16(__funnelshift_r(w0, w0, 5) & kCode, s1);
-    a[2] = multiply_bf16((w0 << 6) & kCode, s0);
-    a[3] = multiply_bf16(((w1 >> 7) & kLow) | ((w0 << 5) & kHigh), s1);
+    a[2] = multiply_bf16((w0 * left.by6) & kCode, s0);
+    a[3] = multiply_bf16(((w1 >> 7) & kLow) | ((w0 * left.by5) & kHigh), s1);
     b[0] = multiply_bf16(w1 & kCode, s0);
-    b[1] = multiply_bf16((w1 << 3) & kCode, s1);
-    b[2] = multiply_bf16((w1 << 6) & kCode, s0);
+    b[1] = multiply_bf16((w1 * left.by3) & kCode, s1);
+    b[2] = multiply_bf16((w1 * left.by6) & kCode, s0);
     b[3] = multiply_bf16(((w1 >> 4) & kLow) | (__funnelshift_r(w0, w0, 6) & kHigh), s1);
+}
+
+/// The same where the compiler may choose between shifts and factors.
+DEVICE void decode16(u32 w0, u32 w1, u32 s0, u32 s1, u32 (&a)[4], u32 (&b)[4]) {
+    decode16(w0, w1, s0, s1, Shifts{8, 32, 64}, a, b);
 }
 
 /// The A fragment of MMA `q` of a tile of bf16 weights.

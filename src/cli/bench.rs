@@ -6,18 +6,21 @@
 mod agreement;
 mod gpu;
 mod gpu_report;
+mod plot;
 mod report;
 mod rows;
 mod travel;
 mod work;
 
 use std::fmt::Display;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use crate::backend::{self, BackendError, Experts, ExpertsSpec, Isa, build, cuda};
+use crate::checkpoint::{self, CheckpointError};
 use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -26,7 +29,8 @@ use crate::select::tactics::TacticError;
 
 use super::failure::Failure;
 use super::output::{self, OutputError};
-pub use gpu_report::{GpuCeilings, GpuReport, GpuRow};
+pub use gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
+use plot::Plot;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
 pub use rows::RowForm;
@@ -88,6 +92,9 @@ pub struct BenchArgs {
     /// Measurements of which the median is printed; absent: 9, on GPUs 30.
     #[arg(long, value_name = "N")]
     pub repeats: Option<usize>,
+    /// Also draws time against rows into this file, as SVG, with what memory and arithmetic allow.
+    #[arg(long, value_name = "FILE", conflicts_with = "agreement")]
+    pub plot: Option<PathBuf>,
     /// Prints one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
@@ -162,6 +169,9 @@ pub enum BenchError {
     /// No tactic can be chosen.
     #[error(transparent)]
     Tactics(#[from] TacticError),
+    /// The picture can't be written.
+    #[error("cannot write --plot")]
+    Plot(#[from] CheckpointError),
 }
 
 /// The value of `--tuning`.
@@ -175,6 +185,7 @@ impl Classify for BenchError {
             Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } => Exit::BadInput,
             Self::Backend(error) => error.exit(),
             Self::Tactics(error) => error.exit(),
+            Self::Plot(error) => error.exit(),
         }
     }
 }
@@ -198,10 +209,24 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     }
     let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);
     match gpu {
-        Some(technique) => show(&gpu::run(technique, args, checked(args)?, env.nvrtc())?, args.json)?,
-        None => show(&run(args)?, args.json)?,
+        Some(technique) => {
+            let report = gpu::run(technique, args, checked(args)?, env)?;
+            draw(args, || report.plot())?;
+            show(&report, args.json)?;
+        }
+        None => {
+            let report = run(args)?;
+            draw(args, || report.plot())?;
+            show(&report, args.json)?;
+        }
     }
     Ok(Exit::Fine)
+}
+
+/// Writes the picture that was asked for.
+fn draw(args: &BenchArgs, plot: impl Fn() -> Plot) -> Result<(), BenchError> {
+    let Some(path) = &args.plot else { return Ok(()) };
+    Ok(checkpoint::write_atomically(path, &|out| out.write_all(plot().svg().as_bytes()))?)
 }
 
 fn show(report: &(impl Serialize + Display), json: bool) -> Result<(), OutputError> {
@@ -342,6 +367,23 @@ mod tests {
             assert_eq!(json["rows"][1]["rows_per_expert"], 1);
             assert_eq!(json["activations"], mode);
         }
+    }
+
+    #[test]
+    fn a_picture_of_a_cpu_has_its_times_and_floors() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.svg");
+        let line = format!("--hidden 64 --intermediate 48 --rows-per-expert 3,1 --repeats 1 --plot {}", path.display());
+        let report = bench(&line).unwrap();
+        let args = Line::try_parse_from(std::iter::once("bench").chain(line.split_whitespace())).unwrap().args;
+        draw(&args, || report.plot()).unwrap();
+        let plot = report.plot();
+        let times: Vec<_> = plot.curves[0].points.iter().map(|point| (point.rows, point.us)).collect();
+        assert_eq!(times, [(1, report.rows[1].median_us), (3, report.rows[0].median_us)]);
+        assert_eq!(plot.floors.len(), 2);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), plot.svg());
+        let nowhere = BenchArgs { plot: Some(dir.path().join("not/there.svg")), ..args };
+        assert_eq!(draw(&nowhere, || report.plot()).unwrap_err().exit(), Exit::BadInput);
     }
 
     #[test]

@@ -30,15 +30,19 @@ macro_rules! header {
 pub(super) const ACTIVATION: Header = header!("activation.cuh");
 pub(super) const BASE: Header = header!("base.cuh");
 pub(super) const EXPERTS: Header = header!("experts.cuh");
+pub(super) const GATHER: Header = header!("gather.cuh");
 pub(super) const HOPPER: Header = header!("hopper.cuh");
 pub(super) const IMAGE: Header = header!("image.cuh");
 pub(super) const NVFP4: Header = header!("nvfp4.cuh");
 pub(super) const PAYLOAD: Header = header!("payload.cuh");
 pub(super) const PEERS: Header = header!("peers.cuh");
 pub(super) const REQUANTISE: Header = header!("requantise.cuh");
+pub(super) const SMALL_FEED: Header = header!("small_feed.cuh");
 pub(super) const STORE: Header = header!("store.cuh");
 pub(super) const TILES: Header = header!("tiles.cuh");
 pub(super) const WEIGHTS: Header = header!("weights.cuh");
+pub(super) const WGMMA_EPILOGUE: Header = header!("wgmma_epilogue.cuh");
+pub(super) const WGMMA_TILES: Header = header!("wgmma_tiles.cuh");
 
 impl KernelSource {
     /// The files that `main` and the headers include and that are not among the headers. Empty, or the kernel can't compile.

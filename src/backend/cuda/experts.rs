@@ -295,7 +295,7 @@ impl Group {
         grow(&mut workspace.expert_offsets, offsets.len())?;
         gpu.upload(&mut workspace.expert_offsets, 0, &offsets)?;
         if shares.iter().any(|share| self.programs[share.program_idx].program.wants_images()) {
-            grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
+            workspace.grow_image(gpu.stream(), num_padded, padded(self.spec.hidden))?;
         }
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
@@ -305,12 +305,16 @@ impl Group {
                 expert_offsets: workspace.expert_offsets.address(),
                 row_token: batch.row_token.address_of(rows.clone())?,
                 tokens: batch.tokens.address(),
+                image: workspace.image.address(),
+                gathered: workspace.gathered.address(),
                 inner: workspace.inner.address(),
                 out,
                 counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
+                num_groups: u32::try_from(workspace.gathered.len()).unwrap_or(u32::MAX),
+                unused: 0,
             };
             if rows.start == 0 {
                 evidence.expect(share.program_idx, share.num_rows);
@@ -318,7 +322,7 @@ impl Group {
             // SAFETY: every buffer has room for this batch's rows, as computed above from the same offsets that are uploaded,
             // and every row names a token of the batch, which `checks::batch` sees to, or whoever made the batch on the
             // device. They live in workspaces or with the caller, whose freeing waits for the device.
-            unsafe { self.programs[share.program_idx].program.queue(gpu.stream(), &args, workspace.image.address())? };
+            unsafe { self.programs[share.program_idx].program.queue(gpu.stream(), &args)? };
         }
         Ok(())
     }

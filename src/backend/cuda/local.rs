@@ -4,6 +4,8 @@
 //! There are several sets of weights, so that a replay reads none from the device's cache. Experts repeat a few patterns:
 //! what is copied and multiplied does not depend on that.
 
+mod ceilings;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +14,13 @@ use super::evidence::NUM_COUNTERS;
 use super::{Gpu, Shared, experts, family, pack};
 use crate::backend::{BackendError, ExpertsSpec, checks};
 use crate::checkpoint::tensors::ExpertTensors;
-use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, LaunchShape, Stream};
-use crate::jit::kernels::grouped_gemm::{ExpertEntry, GroupedGemm, GroupedGemmArgs, Schedule, Weights};
-use crate::jit::kernels::{Chooser, ReadAll, ReadArgs};
+use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, Stream};
+use crate::jit::kernels::Chooser;
+use crate::jit::kernels::grouped_gemm::{
+    ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, Schedule, Weights,
+};
 use crate::select::Identity;
+pub use ceilings::{Dense, Reading};
 
 /// How much of a layer there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,28 +126,6 @@ impl LocalLayer {
         self.shared.stream()
     }
 
-    /// Records the reading of every set once, and nothing else.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub fn reading(&self) -> Result<Reading<'_>, BackendError> {
-        let (stream, arch) = (self.stream(), self.shared.gpu.arch());
-        let shared_bytes = ReadAll::shared_bytes(arch);
-        let read = self.shared.gpu.function(ReadAll::request(arch), ReadAll::FUNCTION, shared_bytes)?;
-        let num_blocks = stream.device().facts().num_multiprocessors * ReadAll::blocks_per_multiprocessor(arch);
-        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, ReadAll::NUM_THREADS) };
-        let sink = DeviceBuffer::<u32>::zeroed(stream, 1)?;
-        let graph = Graph::capture(stream, || {
-            for set in &self.sets {
-                let args = ReadArgs { data: set.address(), num_bytes: set.num_bytes() as u64, sink: sink.address() };
-                // SAFETY: the set lives in `self`, which the reading borrows; the sink goes with the reading.
-                unsafe { read.launch(stream, &shape, &args)? };
-            }
-            Ok::<_, CudaError>(())
-        })?;
-        Ok(Reading { replay: Replay::new(self, graph)?, _sink: sink })
-    }
-
     /// Records the layer over `counts[expert]` rows of each expert, once with each set.
     ///
     /// # Errors
@@ -172,13 +155,13 @@ impl LocalLayer {
                     let args = buffers.args(self.entries.len(), set * programs.len() + share, tokens.scale)?;
                     // SAFETY: every buffer has room for these counts and goes with the work; the sets live in `self`, which
                     // the work borrows, and so do the programs' modules.
-                    unsafe { program.queue(stream, &args, buffers.image.address())? };
+                    unsafe { program.queue(stream, &args)? };
                 }
             }
             Ok::<_, BackendError>(())
         })?;
         Ok(LocalWork {
-            replay: Replay::new(self, graph)?,
+            replay: Replay::new(self, graph, self.sets.len())?,
             schedules: shares.into_keys().collect(),
             num_rows: counts.iter().sum(),
             buffers,
@@ -192,6 +175,7 @@ struct Buffers {
     expert_offsets: DeviceBuffer<u32>,
     tokens: DeviceBuffer<u16>,
     image: DeviceBuffer<u16>,
+    gathered: DeviceBuffer<u32>,
     inner: DeviceBuffer<u16>,
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
@@ -240,6 +224,7 @@ impl Buffers {
             expert_offsets: DeviceBuffer::from_slice(stream, &expert_offsets)?,
             tokens: own_tokens,
             image: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.hidden))?,
+            gathered: DeviceBuffer::zeroed(stream, num_padded / IMAGE_GROUP_ROWS as usize)?,
             inner: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.intermediate))?,
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
@@ -255,12 +240,16 @@ impl Buffers {
             expert_offsets: self.expert_offsets.address(),
             row_token: self.row_token.address(),
             tokens: self.tokens.address(),
+            image: self.image.address(),
+            gathered: self.gathered.address(),
             inner: self.inner.address(),
             out: self.out.address(),
             counts: self.counts.address(),
             barrier: self.barrier.address(),
             token_scale,
             num_experts: narrow(num_experts),
+            num_groups: narrow(self.gathered.len()),
+            unused: 0,
         })
     }
 }
@@ -278,14 +267,16 @@ fn gcd(a: usize, b: usize) -> usize {
 struct Replay<'a> {
     layer: &'a LocalLayer,
     graph: Graph,
+    /// How often the graph does what is timed.
+    num_rounds: usize,
     start: Event,
     end: Event,
 }
 
 impl<'a> Replay<'a> {
-    fn new(layer: &'a LocalLayer, graph: Graph) -> Result<Self, CudaError> {
+    fn new(layer: &'a LocalLayer, graph: Graph, num_rounds: usize) -> Result<Self, CudaError> {
         let device = layer.stream().device();
-        Ok(Self { layer, graph, start: Event::new(device)?, end: Event::new(device)? })
+        Ok(Self { layer, graph, num_rounds, start: Event::new(device)?, end: Event::new(device)? })
     }
 
     /// # Safety
@@ -297,24 +288,7 @@ impl<'a> Replay<'a> {
         unsafe { self.graph.launch(stream)? };
         self.end.record(stream)?;
         self.end.synchronise()?;
-        Ok(self.end.elapsed_since(&self.start)? / narrow(self.layer.sets.len()))
-    }
-}
-
-/// The recorded reading of all sets.
-pub struct Reading<'a> {
-    replay: Replay<'a>,
-    _sink: DeviceBuffer<u32>,
-}
-
-impl Reading<'_> {
-    /// Reads, and returns what one set took.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub fn run(&self) -> Result<Duration, BackendError> {
-        // SAFETY: `self` holds the sink, and the layer, which it borrows, the sets.
-        unsafe { self.replay.run() }
+        Ok(self.end.elapsed_since(&self.start)? / narrow(self.num_rounds))
     }
 }
 

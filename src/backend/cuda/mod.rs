@@ -26,7 +26,7 @@ use crate::jit::kernels::Family;
 pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
 pub use dense::{DenseBy, DenseTools};
 pub use gated::GatedDense;
-pub use local::{LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
+pub use local::{Dense, LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
 use programs::Programs;
 pub use topk::{Selector, TopkBuffers};
 use workspace::Workspace;

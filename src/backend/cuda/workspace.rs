@@ -4,7 +4,7 @@ use super::super::BackendError;
 use super::experts::Share;
 use crate::cuda::{DeviceBuffer, Stream};
 use crate::gpu::{Gpu, grow};
-use crate::jit::kernels::grouped_gemm::ExpertEntry;
+use crate::jit::kernels::grouped_gemm::{ExpertEntry, IMAGE_GROUP_ROWS};
 
 /// The buffers. What they hold between calls is of no use.
 pub(super) struct Workspace {
@@ -30,6 +30,8 @@ pub(super) struct Device {
     pub entries: DeviceBuffer<ExpertEntry>,
     /// Rows as an image.
     pub image: DeviceBuffer<u16>,
+    /// How much of the image's groups is there; zero whenever no kernel runs.
+    pub gathered: DeviceBuffer<u32>,
     /// FC2's input.
     pub inner: DeviceBuffer<u16>,
     /// Zero whenever no kernel runs.
@@ -48,6 +50,7 @@ impl Workspace {
             expert_offsets: DeviceBuffer::uninitialised(device, 0)?,
             entries: DeviceBuffer::uninitialised(device, 0)?,
             image: DeviceBuffer::uninitialised(device, 0)?,
+            gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
         };
@@ -56,6 +59,17 @@ impl Workspace {
 }
 
 impl Device {
+    /// Makes room for an image of rows of `width` values.
+    pub fn grow_image(&mut self, stream: &Stream, num_padded_rows: usize, width: usize) -> Result<(), BackendError> {
+        grow(&mut self.image, num_padded_rows * width)?;
+        let num_groups = num_padded_rows / IMAGE_GROUP_ROWS as usize;
+        if self.gathered.len() < num_groups {
+            grow(&mut self.gathered, num_groups)?;
+            self.gathered.fill_bytes(stream, 0)?;
+        }
+        Ok(())
+    }
+
     /// Queues what all waves of a batch read.
     pub fn upload_entries(&mut self, gpu: &Gpu, shares: &[Share]) -> Result<(), BackendError> {
         let entries: Vec<ExpertEntry> = shares.iter().flat_map(|share| share.entries.iter().copied()).collect();

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use crate::backend::cuda::{Gpu, LocalLayer, LocalSize, LocalTokens, LocalWork};
+use crate::backend::cuda::{Dense, Gpu, LocalLayer, LocalSize, LocalTokens, LocalWork};
 use crate::backend::{BackendError, ExpertsSpec};
+use crate::cuda::blas::BlasError;
+use crate::env::EnvVars;
 use crate::gpu::{self, Kernels};
 use crate::numerics::nvfp4;
 
-use super::gpu_report::{GpuCeilings, GpuReport, GpuRow};
+use super::gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
 use super::rows::RowForm;
 use super::work::{Noise, TOKEN_SCALE};
 use super::{BenchArgs, BenchError};
@@ -41,9 +43,10 @@ pub(super) fn run(
     technique: &'static str,
     args: &BenchArgs,
     spec: ExpertsSpec,
-    nvrtc: Option<&str>,
+    env: &EnvVars,
 ) -> Result<GpuReport, BenchError> {
-    let device = gpu::Gpu::open(0, &Kernels::OnDemand(nvrtc.map(str::to_owned))).map_err(BackendError::from)?;
+    let nvrtc = env.nvrtc().map(str::to_owned);
+    let device = gpu::Gpu::open(0, &Kernels::OnDemand(nvrtc)).map_err(BackendError::from)?;
     let gpu = Gpu::new(technique, &device, args.threads)?;
     let mut noise = Noise(1);
     let patterns: Vec<_> = (0..NUM_PATTERNS.min(args.experts)).map(|_| noise.expert(&spec)).collect();
@@ -66,17 +69,24 @@ pub(super) fn run(
         }
     }
     let reading = layer.reading()?;
-    let mut reading_us = Vec::new();
+    let (dense, baseline) = dense(&layer, env.cublaslt(), &values)?;
+    let (mut reading_us, mut dense_us) = (Vec::new(), Vec::new());
     let repeats = args.repeats.unwrap_or(REPEATS);
     for _ in 0..repeats {
         for line in &mut lines {
             line.times_us.push(us(line.work.run()?));
         }
         reading_us.push(us(reading.run()?));
+        if let Some(dense) = &dense {
+            dense_us.push(us(dense.run()?));
+        }
     }
 
     let set_bytes = layer.expert_bytes() as f64 * args.experts as f64;
-    let ceilings = GpuCeilings { read_tbyte_per_s: set_bytes / median(&mut reading_us) / 1e6, dense_tflops: None };
+    let ceilings = GpuCeilings {
+        read_tbyte_per_s: set_bytes / median(&mut reading_us) / 1e6,
+        dense_tflops: dense.is_some().then(|| Dense::FLOPS / median(&mut dense_us) / 1e6),
+    };
     let rows = lines.into_iter().map(|line| row(&layer, &spec, ceilings, line)).collect();
     let facts = layer.stream().device().facts();
     Ok(GpuReport {
@@ -92,8 +102,25 @@ pub(super) fn run(
         repeats,
         expert_bytes: layer.expert_bytes(),
         ceilings,
+        dense: baseline,
         rows,
     })
+}
+
+/// What the rate of dense products is measured with. A machine without cublasLt is one without that rate.
+fn dense<'a>(
+    layer: &'a LocalLayer,
+    setting: Option<&str>,
+    values: &[u16],
+) -> Result<(Option<Dense<'a>>, DenseBaseline), BackendError> {
+    match layer.dense(setting, values) {
+        Ok(dense) => {
+            let version = dense.library().version();
+            Ok((Some(dense), DenseBaseline::Cublaslt(version)))
+        }
+        Err(error @ BlasError::Cuda(_)) => Err(error.into()),
+        Err(error) => Ok((None, DenseBaseline::Missing(error.to_string()))),
+    }
 }
 
 fn row(layer: &LocalLayer, spec: &ExpertsSpec, ceilings: GpuCeilings, line: Line<'_>) -> GpuRow {

@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use super::BenchActivations;
+use super::plot::{Curve, Plot, Point};
 use super::rows::RowForm;
 
 /// What was timed, and how fast it was.
@@ -35,8 +36,20 @@ pub struct GpuReport {
     pub expert_bytes: u64,
     /// What the GPU gave beside it.
     pub ceilings: GpuCeilings,
+    /// What computed the dense product, or why there was none.
+    pub dense: DenseBaseline,
     /// A line for each form and number of rows.
     pub rows: Vec<GpuRow>,
+}
+
+/// Where the rate of dense products comes from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DenseBaseline {
+    /// cublasLt of this version.
+    Cublaslt(String),
+    /// There was no library, or no such product.
+    Missing(String),
 }
 
 /// What a time is compared with; medians of runs between the lines'.
@@ -44,7 +57,7 @@ pub struct GpuReport {
 pub struct GpuCeilings {
     /// All weights read once, and nothing computed.
     pub read_tbyte_per_s: f64,
-    /// A product of two bf16 matrices of 8192 x 8192 by cublasLt; absent where there is none.
+    /// A product of two bf16 matrices of 8192 x 8192 by cublasLt, rows in bf16; absent where there is none.
     pub dense_tflops: Option<f64>,
 }
 
@@ -71,7 +84,11 @@ pub struct GpuRow {
     pub tflops: f64,
     /// Bytes of the experts hit / median.
     pub packed_tbyte_per_s: f64,
-    /// max(bytes / reading, flops / dense); the first alone where there is no dense product.
+    /// Bytes of the experts hit / reading.
+    pub memory_floor_us: f64,
+    /// flops / dense; absent where there is no dense product.
+    pub flops_floor_us: Option<f64>,
+    /// The larger of both.
     pub floor_us: f64,
     /// floor / median.
     pub floor_share: f64,
@@ -80,9 +97,9 @@ pub struct GpuRow {
 impl GpuCeilings {
     /// The figures of a line.
     pub(super) fn row(&self, flops: f64, num_bytes: f64, median_us: f64) -> GpuRow {
-        let by_memory = num_bytes / self.read_tbyte_per_s / 1e6;
-        let by_flops = self.dense_tflops.map_or(0.0, |tflops| flops / tflops / 1e6);
-        let floor_us = by_memory.max(by_flops);
+        let memory_floor_us = num_bytes / self.read_tbyte_per_s / 1e6;
+        let flops_floor_us = self.dense_tflops.map(|tflops| flops / tflops / 1e6);
+        let floor_us = flops_floor_us.map_or(memory_floor_us, |by_flops| by_flops.max(memory_floor_us));
         GpuRow {
             form: RowForm::Uniform,
             rows_per_expert: 0,
@@ -94,8 +111,71 @@ impl GpuCeilings {
             min_us: median_us,
             tflops: flops / median_us / 1e6,
             packed_tbyte_per_s: num_bytes / median_us / 1e6,
+            memory_floor_us,
+            flops_floor_us,
             floor_us,
             floor_share: floor_us / median_us,
+        }
+    }
+}
+
+impl GpuRow {
+    /// Which floor is the larger.
+    fn bound(&self) -> &'static str {
+        if self.flops_floor_us.is_some_and(|by_flops| by_flops > self.memory_floor_us) { "flops" } else { "memory" }
+    }
+
+    /// What the picture says of it.
+    fn says(&self) -> String {
+        format!(
+            "{} rows an expert: {:.1} us, {:.0} % of what {} allows ({:.1} us); {}",
+            self.rows_per_expert,
+            self.median_us,
+            100.0 * self.floor_share,
+            self.bound(),
+            self.floor_us,
+            self.schedules.join(" ")
+        )
+    }
+}
+
+impl GpuReport {
+    /// Time against rows: a curve for each form, and both floors, that of memory for each number of experts hit.
+    pub(super) fn plot(&self) -> Plot {
+        let mut forms: Vec<RowForm> = Vec::new();
+        for row in &self.rows {
+            if !forms.contains(&row.form) {
+                forms.push(row.form);
+            }
+        }
+        let curve = |form: RowForm, name: String, point: &dyn Fn(&GpuRow) -> Option<Point>| {
+            Curve::new(name, self.rows.iter().filter(|row| row.form == form).filter_map(point).collect())
+        };
+        let at = |row: &GpuRow, us: f64, says: String| Some(Point { rows: row.rows_per_expert, us, says });
+        let read = self.ceilings.read_tbyte_per_s;
+        let mut floors: Vec<Curve> = Vec::new();
+        for &form in &forms {
+            let name = format!("weights of {form} rows copied at {read:.2} TB/s");
+            let floor = curve(form, name, &|row| at(row, row.memory_floor_us, String::new()));
+            if floors.iter().all(|known| known.points != floor.points) {
+                floors.push(floor);
+            }
+        }
+        if let (Some(tflops), Some(&form)) = (self.ceilings.dense_tflops, forms.first()) {
+            let name = format!("multiplied at {tflops:.0} TFLOPS, as cublasLt does a dense product");
+            floors.push(curve(form, name, &|row| at(row, row.flops_floor_us?, String::new())));
+        }
+        Plot {
+            title: format!("{} on {}", self.implementation, self.device),
+            subtitle: format!(
+                "{} experts of {} x {}, median of {} graph replays, cold weights",
+                self.num_experts, self.hidden, self.intermediate, self.repeats
+            ),
+            curves: forms
+                .iter()
+                .map(|&form| curve(form, form.to_string(), &|row| at(row, row.median_us, row.says())))
+                .collect(),
+            floors,
         }
     }
 }
@@ -115,10 +195,13 @@ impl fmt::Display for GpuReport {
             self.repeats,
             self.num_sets
         )?;
-        let dense = self.ceilings.dense_tflops.map_or_else(
-            || "no cublasLt to compare with".to_owned(),
-            |tflops| format!("{tflops:.0} TFLOPS of cublasLt, bf16, 8192 x 8192 x 8192"),
-        );
+        let tflops = self.ceilings.dense_tflops.unwrap_or_default();
+        let dense = match &self.dense {
+            DenseBaseline::Cublaslt(version) => {
+                format!("{tflops:.0} TFLOPS of cublasLt {version}, bf16, 8192 x 8192 x 8192")
+            }
+            DenseBaseline::Missing(why) => format!("no dense product to compare with ({why})"),
+        };
         writeln!(
             f,
             "measured between the lines: {:.2} TB/s of weights copied and not used, {dense}",
@@ -140,6 +223,7 @@ impl fmt::Display for GpuReport {
             "TFLOPS",
             "TB/s",
             "floor us",
+            "by",
             "of floor",
             "schedules",
         ]);
@@ -153,11 +237,12 @@ impl fmt::Display for GpuReport {
                 format!("{:.0}", row.tflops),
                 format!("{:.2}", row.packed_tbyte_per_s),
                 format!("{:.0}", row.floor_us),
+                row.bound().to_owned(),
                 format!("{:.0} %", 100.0 * row.floor_share),
                 row.schedules.join(" "),
             ]);
         }
-        for column in table.column_iter_mut().take(9).skip(1) {
+        for column in table.column_iter_mut().take(10).skip(1) {
             column.set_cell_alignment(CellAlignment::Right);
         }
         writeln!(f, "{table}")?;
@@ -183,21 +268,30 @@ mod tests {
         let both = GpuCeilings { read_tbyte_per_s: 4.0, dense_tflops: Some(800.0) };
         let by_memory = both.row(1e9, 1e9, 500.0);
         assert_eq!((by_memory.floor_us, by_memory.floor_share, by_memory.packed_tbyte_per_s), (250.0, 0.5, 2.0));
+        assert_eq!(
+            (by_memory.memory_floor_us, by_memory.flops_floor_us, by_memory.bound()),
+            (250.0, Some(1.25), "memory")
+        );
         let by_flops = both.row(1.6e12, 1e9, 4000.0);
         assert_eq!((by_flops.floor_us, by_flops.floor_share, by_flops.tflops), (2000.0, 0.5, 400.0));
-        let memory_alone = GpuCeilings { dense_tflops: None, ..both };
-        assert_eq!(memory_alone.row(1.6e12, 1e9, 4000.0).floor_us, 250.0);
+        assert_eq!((by_flops.memory_floor_us, by_flops.bound()), (250.0, "flops"));
+        let memory_alone = GpuCeilings { dense_tflops: None, ..both }.row(1.6e12, 1e9, 4000.0);
+        assert_eq!((memory_alone.floor_us, memory_alone.flops_floor_us, memory_alone.bound()), (250.0, None, "memory"));
     }
 
-    #[test]
-    fn lines_that_lose_are_named() {
-        let ceilings = GpuCeilings { read_tbyte_per_s: 4.0, dense_tflops: None };
-        let line = |median_us| GpuRow {
-            rows_per_expert: 8,
-            schedules: vec!["small 8".to_owned()],
-            ..ceilings.row(1e9, 1e9, median_us)
-        };
-        let mut report = GpuReport {
+    const CEILINGS: GpuCeilings = GpuCeilings { read_tbyte_per_s: 4.0, dense_tflops: Some(800.0) };
+
+    fn line(form: RowForm, rows_per_expert: usize, num_bytes: f64, median_us: f64) -> GpuRow {
+        GpuRow {
+            form,
+            rows_per_expert,
+            schedules: vec!["small-8".to_owned()],
+            ..CEILINGS.row(4e9 * rows_per_expert as f64, num_bytes, median_us)
+        }
+    }
+
+    fn report(rows: Vec<GpuRow>) -> GpuReport {
+        GpuReport {
             implementation: "lockstep.wgmma.grouped_gemm.w4a16_nvfp4".to_owned(),
             device: "NVIDIA H200".to_owned(),
             num_multiprocessors: 132,
@@ -209,15 +303,64 @@ mod tests {
             num_sets: 4,
             repeats: 30,
             expert_bytes: 18_579_456,
-            ceilings,
-            rows: vec![line(260.0)],
-        };
+            ceilings: CEILINGS,
+            dense: DenseBaseline::Cublaslt("13.1.0".to_owned()),
+            rows,
+        }
+    }
+
+    #[test]
+    fn lines_that_lose_are_named() {
+        let mut report = report(vec![line(RowForm::Uniform, 8, 1e9, 260.0)]);
         let text = report.to_string();
-        for part in ["small 8", "4.00 TB/s", "no cublasLt", "no line is more than 15 %", "96 %"] {
+        for part in ["small-8", "4.00 TB/s", "800 TFLOPS of cublasLt 13.1.0", "no line is more than 15 %", "96 %"] {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
-        report.rows.push(line(400.0));
+        report.rows.push(line(RowForm::Uniform, 8, 1e9, 400.0));
         assert!(report.to_string().ends_with("more than 15 % over the floor: uniform 8"), "{report}");
-        assert_eq!(serde_json::to_value(&report).unwrap()["rows"][0]["form"], "uniform");
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!((&json["rows"][0]["form"], &json["dense"]["cublaslt"]), (&"uniform".into(), &"13.1.0".into()));
+        assert_eq!(json["rows"][0]["flops_floor_us"], 4e9 * 8.0 / 800e6);
+    }
+
+    #[test]
+    fn a_report_without_a_dense_product_says_why() {
+        let mut report = report(vec![line(RowForm::Uniform, 8, 1e9, 260.0)]);
+        report.dense = DenseBaseline::Missing("no cublasLt: libcublasLt.so.13: not there".to_owned());
+        report.ceilings.dense_tflops = None;
+        assert!(report.to_string().contains("no dense product to compare with (no cublasLt: libcublasLt"), "{report}");
+        assert_eq!(serde_json::to_value(&report).unwrap()["ceilings"]["dense_tflops"], serde_json::Value::Null);
+        assert_eq!(report.plot().floors.len(), 1, "memory's alone");
+    }
+
+    #[test]
+    fn a_picture_has_a_curve_a_form_and_each_floor_once() {
+        let rows = vec![
+            line(RowForm::Uniform, 64, 1e9, 500.0),
+            line(RowForm::Uniform, 8, 1e9, 260.0),
+            line(RowForm::OneHot, 8, 1e9, 380.0),
+            line(RowForm::OneHot, 64, 1e9, 730.0),
+            line(RowForm::ThirdEmpty, 8, 0.6e9, 200.0),
+        ];
+        let plot = report(rows).plot();
+        let times = |curve: &Curve| curve.points.iter().map(|point| (point.rows, point.us)).collect::<Vec<_>>();
+        assert_eq!(
+            plot.curves.iter().map(times).collect::<Vec<_>>(),
+            [vec![(8, 260.0), (64, 500.0)], vec![(8, 380.0), (64, 730.0)], vec![(8, 200.0)],]
+        );
+        let floors: Vec<_> = plot.floors.iter().map(times).collect();
+        assert_eq!(floors[0], [(8, 250.0), (64, 250.0)], "one of memory for forms that hit as many experts");
+        assert_eq!((floors[1].len(), floors.len()), (1, 3));
+        assert!((floors[1][0].1 - 150.0).abs() < 1e-9, "fewer experts, fewer bytes");
+        assert!((floors[2][1].1 - 320.0).abs() < 1e-9 && floors[2][0].1 < 250.0, "flops");
+        let svg = plot.svg();
+        for part in [
+            "4.00 TB/s",
+            "800 TFLOPS",
+            "uniform, 64 rows an expert: 500.0 us, 64 % of what flops allows",
+            "NVIDIA H200",
+        ] {
+            assert!(svg.contains(part), "{part} is not in {svg}");
+        }
     }
 }

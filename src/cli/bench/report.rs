@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use super::BenchActivations;
+use super::plot::{Curve, Plot, Point};
 
 /// What was timed, and how fast it was.
 #[derive(Debug, Clone, Serialize)]
@@ -61,6 +62,33 @@ pub struct BenchRow {
     pub tactic: &'static str,
     /// The best time of each tactic, where they were timed.
     pub tactics_us: Vec<(&'static str, f64)>,
+}
+
+impl BenchReport {
+    /// Time against rows, with what reading and arithmetic allow.
+    pub(super) fn plot(&self) -> Plot {
+        let curve = |name: String, us: &dyn Fn(&BenchRow) -> f64| {
+            let says = |row: &BenchRow| {
+                let of_floor = 100.0 * row.floor_share;
+                format!("{} rows an expert: {:.1} us, {of_floor:.0} % of its floor", row.rows_per_expert, row.median_us)
+            };
+            let point = |row: &BenchRow| Point { rows: row.rows_per_expert, us: us(row), says: says(row) };
+            Curve::new(name, self.rows.iter().map(point).collect())
+        };
+        let (read, peak) = (self.read_gbyte_per_s, self.fma_gflops);
+        Plot {
+            title: format!("{} on {} with {} threads", self.implementation, self.isa, self.num_threads),
+            subtitle: format!(
+                "{} experts of {} x {}, median of {}",
+                self.num_experts, self.hidden, self.intermediate, self.repeats
+            ),
+            curves: vec![curve("uniform".to_owned(), &|row| row.median_us)],
+            floors: vec![
+                curve(format!("weights read at {read:.1} GB/s"), &|_| self.weight_bytes as f64 / read / 1e3),
+                curve(format!("multiplied at {peak:.1} GFLOPS"), &|row| row.gflops * row.median_us / peak),
+            ],
+        }
+    }
 }
 
 /// What a time is compared with.

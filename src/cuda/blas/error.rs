@@ -1,6 +1,7 @@
 //! What goes wrong between this process and cublasLt.
 
 use super::super::error::CudaError;
+use super::matmul::MatmulShape;
 use crate::exit::{Classify, Exit};
 
 /// Why a call of this door failed.
@@ -41,6 +42,14 @@ pub enum BlasError {
         /// The library's words for it.
         text: String,
     },
+    /// There is no algorithm for a product.
+    #[error("cublasLt {version} has no algorithm for {shape} and {} rows", shape.num_rows)]
+    NoProduct {
+        /// The library's version.
+        version: String,
+        /// The product.
+        shape: MatmulShape,
+    },
     /// The GPU or its driver.
     #[error(transparent)]
     Cuda(#[from] CudaError),
@@ -50,7 +59,9 @@ impl Classify for BlasError {
     fn exit(&self) -> Exit {
         match self {
             Self::Cuda(error) => error.exit(),
-            Self::NotFound { .. } | Self::Lacks { .. } | Self::Call { .. } => Exit::Environment,
+            Self::NotFound { .. } | Self::Lacks { .. } | Self::Call { .. } | Self::NoProduct { .. } => {
+                Exit::Environment
+            }
         }
     }
 }

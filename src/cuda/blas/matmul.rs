@@ -27,6 +27,10 @@ const MAX_WORKSPACE_BYTES: c_int = 1;
 const REDUCTION_SCHEMES: c_int = 3;
 /// `CUBLASLT_ALGO_CONFIG_SPLITK_NUM`
 const NUM_SPLITS: c_int = 2;
+/// Every way of splitting sums.
+const ALL_SCHEMES: u32 = 7;
+/// What cuBLAS itself takes on Hopper.
+const WORKSPACE_BYTES: usize = 32 << 20;
 /// `CUBLAS_STATUS_NOT_SUPPORTED`: there is no algorithm.
 const NOT_SUPPORTED: Code = 15;
 /// Algorithms that are looked at.
@@ -98,6 +102,34 @@ impl Blas {
     /// # Errors
     /// If the library fails.
     pub fn matmul(&self, shape: MatmulShape) -> Result<Option<Matmul>, BlasError> {
+        let mut matmul = self.described(shape, F32, None)?;
+        let Some(algorithm) = matmul.choose()? else { return Ok(None) };
+        matmul.algorithm = algorithm;
+        Ok(Some(matmul))
+    }
+
+    /// Prepares what a bench compares with: bf16 rows out, and the library's first choice for just so many rows, whose sums it
+    /// may split, with a workspace. None where it has no algorithm.
+    ///
+    /// # Errors
+    /// If the library fails, or there is no memory.
+    pub fn baseline(&self, shape: MatmulShape) -> Result<Option<Matmul>, BlasError> {
+        let workspace = DeviceBuffer::uninitialised(&self.0.device, WORKSPACE_BYTES)?;
+        let mut matmul = self.described(shape, BF16, Some(workspace))?;
+        let Some(algorithm) = matmul.candidates(&matmul.rows(shape.num_rows)?)?.first().copied() else {
+            return Ok(None);
+        };
+        matmul.algorithm = algorithm;
+        Ok(Some(matmul))
+    }
+
+    /// A product without an algorithm, whose rows are of the format `out`.
+    fn described(
+        &self,
+        shape: MatmulShape,
+        out: c_int,
+        workspace: Option<DeviceBuffer<u8>>,
+    ) -> Result<Matmul, BlasError> {
         self.0.device.enter()?;
         let library = self.library();
         let functions = library.functions();
@@ -116,10 +148,8 @@ impl Blas {
         library.check(result, "describing a product")?;
         // Column by column, as the library reads it, a weight `[n, k]` is `[k, n]`, to be transposed.
         let weight = self.layout(BF16, shape.in_features, shape.out_features)?;
-        let mut matmul = Matmul { blas: self.clone(), shape, description, weight, algorithm: Algorithm([0; 8]) };
-        let Some(algorithm) = matmul.choose()? else { return Ok(None) };
-        matmul.algorithm = algorithm;
-        Ok(Some(matmul))
+        let algorithm = Algorithm([0; 8]);
+        Ok(Matmul { blas: self.clone(), shape, description, weight, algorithm, out, workspace })
     }
 
     /// A matrix of `num_rows` contiguous columns of `len` values.
@@ -174,6 +204,9 @@ pub struct Matmul {
     description: Owned,
     weight: Owned,
     algorithm: Algorithm,
+    out: c_int,
+    /// Products in one stream wait for each other, and so share it.
+    workspace: Option<DeviceBuffer<u8>>,
 }
 
 /// The layouts of what differs from call to call.
@@ -207,8 +240,9 @@ impl Matmul {
     /// If the library refuses it.
     ///
     /// # Safety
-    /// `x` is the address of bf16 `[num_rows, in_features]`, `out` of f32 `[num_rows, out_features]`, on the stream's device
-    /// and aligned to 16 bytes; both live until `stream` has come so far.
+    /// `x` is the address of bf16 `[num_rows, in_features]`, `out` of `[num_rows, out_features]`, f32 or, of a baseline, bf16;
+    /// on the stream's device and aligned to 16 bytes. Both live until `stream` has come so far, and a baseline does too and is
+    /// queued in no other stream meanwhile.
     ///
     /// # Panics
     /// If `weight` is not of the shape.
@@ -226,6 +260,7 @@ impl Matmul {
         self.blas.0.device.enter()?;
         let layouts = self.rows(num_rows)?;
         let (one, zero) = (1f32, 0f32);
+        let workspace = self.workspace.as_ref().map_or(ptr::null_mut(), |workspace| address(workspace.address()));
         let (weight, x, out) = (address(weight.address()), address(x), address(out));
         // SAFETY: the objects live; both scalars are read during the call, being on the host; the caller answers for the
         // addresses, and the assertion above for the weight's.
@@ -244,8 +279,8 @@ impl Matmul {
                 out,
                 layouts.out.object,
                 &raw const self.algorithm,
-                ptr::null_mut(),
-                0,
+                workspace,
+                self.workspace_bytes(),
                 stream.handle(),
             )
         };
@@ -254,7 +289,11 @@ impl Matmul {
 
     fn rows(&self, num_rows: usize) -> Result<Rows, BlasError> {
         let x = self.blas.layout(BF16, self.shape.in_features, num_rows)?;
-        Ok(Rows { x, out: self.blas.layout(F32, self.shape.out_features, num_rows)? })
+        Ok(Rows { x, out: self.blas.layout(self.out, self.shape.out_features, num_rows)? })
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace.as_ref().map_or(0, DeviceBuffer::num_bytes)
     }
 
     /// The library's first choice, for the shape's number of rows or else for fewer, that splits no sum and serves a single
@@ -276,7 +315,8 @@ impl Matmul {
         Ok(None)
     }
 
-    /// What the library would take for so many rows, the best first, without a workspace.
+    /// What the library would take for so many rows, the best first: without a workspace and whole sums alone, but for a
+    /// baseline.
     fn candidates(&self, rows: &Rows) -> Result<Vec<Algorithm>, BlasError> {
         let library = self.blas.library();
         let functions = library.functions();
@@ -287,11 +327,10 @@ impl Matmul {
             |place| unsafe { (functions.preference_create)(place) },
             functions.preference_destroy,
         )?;
-        let (no_bytes, no_schemes) = (0_u64, 0_u32);
-        let (no_bytes, no_schemes): (*const c_void, *const c_void) =
-            ((&raw const no_bytes).cast(), (&raw const no_schemes).cast());
-        let settings =
-            [(MAX_WORKSPACE_BYTES, no_bytes, size_of::<u64>()), (REDUCTION_SCHEMES, no_schemes, size_of::<u32>())];
+        let most_bytes = self.workspace_bytes();
+        let (bytes, schemes) = (most_bytes as u64, if most_bytes == 0 { 0_u32 } else { ALL_SCHEMES });
+        let (bytes, schemes): (*const c_void, *const c_void) = ((&raw const bytes).cast(), (&raw const schemes).cast());
+        let settings = [(MAX_WORKSPACE_BYTES, bytes, size_of::<u64>()), (REDUCTION_SCHEMES, schemes, size_of::<u32>())];
         for (name, value, len) in settings {
             // SAFETY: the attribute is of that size, and read during the call.
             let result = unsafe { (functions.preference_set)(preference.object, name, value, len) };
@@ -326,7 +365,7 @@ impl Matmul {
         }
         library.check(result, "asking for algorithms")?;
         let found = candidates.into_iter().take(usize::try_from(num_found).unwrap_or(0));
-        let found = found.filter(|candidate| candidate.state == SUCCESS && candidate.workspace_bytes == 0);
+        let found = found.filter(|candidate| candidate.state == SUCCESS && candidate.workspace_bytes <= most_bytes);
         Ok(found.map(|candidate| candidate.algorithm).collect())
     }
 

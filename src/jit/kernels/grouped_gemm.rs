@@ -7,7 +7,8 @@ use bytemuck::{Pod, Zeroable};
 use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
-    ACTIVATION, BASE, EXPERTS, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, STORE, WEIGHTS,
+    ACTIVATION, BASE, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED, STORE,
+    WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
@@ -16,7 +17,8 @@ const MMA: KernelSource = KernelSource {
     main: include_str!("../../../kernels/grouped_gemm_mma.cu"),
     headers: &[ACTIVATION, BASE, EXPERTS, NVFP4, REQUANTISE, STORE, WEIGHTS],
 };
-const WGMMA_HEADERS: &[Header] = &[ACTIVATION, BASE, EXPERTS, HOPPER, IMAGE, NVFP4, REQUANTISE, STORE, WEIGHTS];
+const WGMMA_HEADERS: &[Header] =
+    &[ACTIVATION, BASE, EXPERTS, GATHER, HOPPER, IMAGE, NVFP4, REQUANTISE, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES];
 const WGMMA: KernelSource = KernelSource {
     name: "grouped_gemm_wgmma",
     main: include_str!("../../../kernels/grouped_gemm_wgmma.cu"),
@@ -25,12 +27,12 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERTS, HOPPER, NVFP4, REQUANTISE, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
 };
 const PERMUTE: KernelSource = KernelSource {
     name: "permute",
     main: include_str!("../../../kernels/permute.cu"),
-    headers: &[BASE, EXPERTS, IMAGE, WEIGHTS],
+    headers: &[BASE, EXPERTS, GATHER, IMAGE, WEIGHTS],
 };
 
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
@@ -74,9 +76,13 @@ pub struct GroupedGemmArgs {
     pub expert_offsets: u64,
     /// Address of `[num_rows]` u32: the token that each row reads.
     pub row_token: u64,
-    /// Address of `[num_tokens, hidden]` bf16, or of the image that `gather_tokens` made of it.
+    /// Address of `[num_tokens, hidden]` bf16.
     pub tokens: u64,
-    /// Address of FC2's input; for `gather_tokens`, of the image that it writes.
+    /// Address of the image of all rows, of schedules that gather one.
+    pub image: u64,
+    /// Address of `[num_groups]` u32, zero before and after: how much of each group of the image is there.
+    pub gathered: u64,
+    /// Address of FC2's input.
     pub inner: u64,
     /// Address of `[num_rows, hidden]` f32.
     pub out: u64,
@@ -88,6 +94,10 @@ pub struct GroupedGemmArgs {
     pub token_scale: f32,
     /// Local experts.
     pub num_experts: u32,
+    /// Groups of rows that the image has room for.
+    pub num_groups: u32,
+    /// Zero: the struct has no padding.
+    pub unused: u32,
 }
 
 /// How an expert's weights are stored.
@@ -144,6 +154,17 @@ impl fmt::Display for Schedule {
     }
 }
 
+/// Where the image of rows comes from that a schedule multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gathering {
+    /// There is none: rows are read as tokens.
+    None,
+    /// `gather_tokens` writes it before FC1.
+    Before,
+    /// FC1 writes it as it goes, all of whose blocks have to run at once.
+    Within,
+}
+
 /// How a kernel is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
@@ -180,6 +201,9 @@ impl GroupedGemm {
     }
 }
 
+/// Up to so many rows a tile FC1 gathers: the sums of 256 leave no registers to a warpgroup that does.
+const MAX_GATHERING_ROWS: u32 = 128;
+
 /// Warps that share K in the small schedule, and the most steps of one of its slots.
 const SMALL_WARPS: u32 = 8;
 const SMALL_SLOT_STEPS: u32 = 7;
@@ -202,6 +226,16 @@ impl Schedule {
             (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
             (Self::Small { .. }, _) => 3,
+        }
+    }
+
+    /// Where its image of rows comes from.
+    #[must_use]
+    pub fn gathering(self) -> Gathering {
+        match self {
+            Self::MmaSync { .. } | Self::Small { .. } => Gathering::None,
+            Self::Wgmma { block_rows } if block_rows <= MAX_GATHERING_ROWS => Gathering::Within,
+            Self::Wgmma { .. } => Gathering::Before,
         }
     }
 
@@ -228,7 +262,8 @@ impl Schedule {
                 let amax_bytes = if gemm.quantise && tiles == 1 { 8 * block_rows * 4 } else { 0 };
                 let ring = stages * stage_steps * (rows_bytes + 4 * tiles * step_bytes);
                 let shared_bytes = ring + tiles * rows_bytes + amax_bytes + 1024;
-                Launch { num_threads: 384, shared_bytes, blocks_per_multiprocessor: 1 }
+                let warpgroups = if self.gathering() == Gathering::Within { 4 } else { 3 };
+                Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
             Self::Small { block_rows } => {
                 let slot_steps = |steps: u32| {
@@ -277,11 +312,14 @@ impl Schedule {
         if !matches!(self, Self::Small { .. }) {
             request = request.with("WEIGHT_BITS", weight_bits);
         }
+        if matches!(self, Self::Wgmma { .. }) {
+            request = request.with("GATHERS", self.gathering() == Gathering::Within);
+        }
         with_activation(request, gemm.activation)
     }
 }
 
-/// The kernel that writes the image of rows for the wgmma schedule.
+/// The kernel that writes the image of rows before [`Gathering::Before`] schedules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GatherTokens {
     /// Width of a token.

@@ -91,11 +91,8 @@ impl Chooser {
 
     /// The wgmma schedules to choose from.
     fn wgmma(self, gemm: &GroupedGemm) -> Vec<(u32, f64)> {
-        let exists = |rows: u32| {
-            // Of 256 rows two warps share a block of FC2's input: to quantise it costs more than smaller tiles do.
-            !(gemm.quantise && rows == 256) && rows as usize > self.max_small_rows(gemm)
-        };
-        WGMMA.iter().copied().filter(|(rows, _)| exists(*rows)).collect()
+        let max_small_rows = self.max_small_rows(gemm);
+        WGMMA.iter().copied().filter(|(rows, _)| *rows as usize > max_small_rows).collect()
     }
 
     /// Every schedule that [`Chooser::batch`] may give.
@@ -184,7 +181,5 @@ mod tests {
         let wide = GroupedGemm { hidden: 7168, ..GEMM };
         assert_eq!(one(free, &wide, 8), small(8));
         assert_eq!(one(free, &wide, 16), wgmma(16), "registers do not hold 16 such rows");
-        let quantising = GroupedGemm { quantise: true, ..GEMM };
-        assert_eq!(one(free, &quantising, 1024), wgmma(128));
     }
 }

@@ -17,16 +17,19 @@ fn bound(expectation: &Expectation) -> f64 {
 }
 
 /// Every layer, part, mode and activation of every fixture that has expected values.
-fn every_fixture(ranks: usize) {
+fn every_fixture(ranks: usize, shared_gpu: bool) {
     for fixture in fixtures::all() {
         let work = Work::new();
         let inputs: Vec<Tensor> =
             fixture.layers.iter().map(|layer| safetensors::read(&layer.file)[&layer.tensor("x")].clone()).collect();
         let input = Tensor::stack(&inputs.iter().collect::<Vec<_>>());
-        for expectation in &fixture.expectations {
+        // What ranks that share a GPU are for is the way of tokens between them.
+        let travels = |expectation: &&Expectation| !shared_gpu || expectation.part != "shared";
+        for expectation in fixture.expectations.iter().filter(travels) {
             let run = Run::new(&work, &fixtures::checkpoint(fixture.name), &input)
                 .option("part", expectation.part)
                 .activations(expectation.activations)
+                .key("cluster", "share_gpus", &shared_gpu.to_string())
                 .ranks(ranks);
             let run = match expectation.activation {
                 Some(activation) => run.activation(activation),
@@ -51,13 +54,31 @@ fn every_fixture(ranks: usize) {
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
 fn one_gpu_every_fixture_layer() {
-    every_fixture(1);
+    every_fixture(1, false);
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_every_fixture_layer_of_3_ranks() {
+    every_fixture(3, true);
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_every_fixture_layer_of_8_ranks() {
+    every_fixture(8, true);
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_every_fixture_layer_of_16_ranks() {
+    every_fixture(16, true);
 }
 
 #[test]
 #[ignore = "needs two GPUs, NVRTC and NCCL"]
 fn two_gpus_every_fixture_layer() {
-    every_fixture(2);
+    every_fixture(2, false);
 }
 
 /// SiTU is right, and SwiGLU or a beta that is 5 % off is not: `verify` says so in both modes on both backends.
