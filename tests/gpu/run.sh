@@ -14,6 +14,8 @@ Tests share a cache of kernels, ./tmp/gpu-cache, which a second run finds filled
 LOCKSTEP_TEST_JOBS      tests at once; default 8
 LOCKSTEP_TEST_LIMIT_S   seconds that a test may take; default 300
 LOCKSTEP_TEST_REPEATS   repeats of the search for races; default 2000
+LOCKSTEP_TEST_TRANSPORT what carries tokens in tests that do not name it
+LOCKSTEP_TEST_STEPS     random steps of a transport, and LOCKSTEP_TEST_SEED what they are drawn from
 LOCKSTEP_TEST_SKIP      tests whose names hold this are left out
 EOF2
     exit 0
