@@ -185,9 +185,7 @@ fn qwen3_scaled_on_three_uneven_ranks() {
     .check();
 }
 
-/// Groups that ranks cut in two; each slot's row comes back, as hosts have it by default.
-#[test]
-fn deepseek_v3_scaled_on_three_ranks_with_groups() {
+fn deepseek_v3_on_three_ranks() -> Scaled<'static> {
     Scaled {
         geometry: "deepseek-v3",
         size: &["--experts=32", "--topk=4", "--hidden=64", "--intermediate=64"],
@@ -198,7 +196,12 @@ fn deepseek_v3_scaled_on_three_ranks_with_groups() {
         scale_up_ranks: None,
         uniform: Some(Uniform { num_experts: 32, num_topk: 4, num_groups: 8, topk_group: 4 }),
     }
-    .check();
+}
+
+/// Groups that ranks cut in two; each slot's row comes back, as hosts have it by default.
+#[test]
+fn deepseek_v3_scaled_on_three_ranks_with_groups() {
+    deepseek_v3_on_three_ranks().check();
 }
 
 /// Tokens once a node: what each kind of link carries, and buffers of those who pass on.
@@ -220,15 +223,5 @@ fn qwen3_scaled_on_two_nodes_of_two() {
 /// The same on nodes of two ranks and one, which cut groups in two, and each slot's row coming back.
 #[test]
 fn deepseek_v3_scaled_on_uneven_nodes() {
-    Scaled {
-        geometry: "deepseek-v3",
-        size: &["--experts=32", "--topk=4", "--hidden=64", "--intermediate=64"],
-        ranks: 3,
-        tokens: 8000,
-        payload: "bf16",
-        combine: "slot",
-        scale_up_ranks: Some(2),
-        uniform: Some(Uniform { num_experts: 32, num_topk: 4, num_groups: 8, topk_group: 4 }),
-    }
-    .check();
+    Scaled { scale_up_ranks: Some(2), ..deepseek_v3_on_three_ranks() }.check();
 }

@@ -11,7 +11,6 @@ use crate::support::launch::{Outcome, mpirun};
 use crate::support::made::{Choice, Random, S, S_ANSWER_W4A16, random_checkpoint};
 use crate::support::report::Report;
 use crate::support::run::{Done, Run, Work};
-use crate::support::safetensors::Tensors;
 use crate::support::scene::Scene;
 use crate::support::{checkpoint::Geometry, tensor::Tensor};
 
@@ -224,12 +223,7 @@ fn a1_ranks_without_tokens() {
 fn a3_one_sided_traffic() {
     let (work, steps) = (Work::new(), 1000);
     let s = S::new(3, 128, 128).layers(3);
-    let mut choices = Tensors::new();
-    Choice::single([2; 12]).add_to(&mut choices, "layers.0.", 1);
-    let mut one_way = Choice::single([1; 4]);
-    (0..8).for_each(|_| one_way.push(&[-1], &[0.0]));
-    one_way.add_to(&mut choices, "layers.1.", 1);
-    Choice::uniform(12, &[-1], &[0.0]).add_to(&mut choices, "layers.2.", 1);
+    let choices = directed::alternating_steps(12, 2, 1);
     let run = s_run(&work, s, 12).choice_tensors(&choices).split(&[4, 4, 4]);
     let done = in_two(&run, (3, 2)).steps(steps).succeed();
     assert_s(&done, 0, &[4.0; 12], "all to expert 2");

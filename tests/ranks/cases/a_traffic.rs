@@ -2,10 +2,10 @@
 
 use super::{assert_answers, assert_bf16_answers, backends_and_modes};
 use crate::support::compare::{Tolerance, assert_rows, assert_same_bits};
+use crate::support::directed;
 use crate::support::made::{Choice, S};
 use crate::support::report::Report;
 use crate::support::run::{BACKENDS, Run, Work};
-use crate::support::safetensors::Tensors;
 
 /// Ranks that hold no tokens.
 #[test]
@@ -69,12 +69,7 @@ fn a3_alternating_steps() {
     let work = Work::new();
     let s = S::new(3, 128, 128).layers(3);
     let checkpoint = work.checkpoint(&s.checkpoint());
-    let mut choices = Tensors::new();
-    Choice::single([2; 12]).add_to(&mut choices, "layers.0.", 1);
-    let mut one_way = Choice::single([1; 4]);
-    (0..8).for_each(|_| one_way.push(&[-1], &[0.0]));
-    one_way.add_to(&mut choices, "layers.1.", 1);
-    Choice::uniform(12, &[-1], &[0.0]).add_to(&mut choices, "layers.2.", 1);
+    let choices = directed::alternating_steps(12, 2, 1);
 
     let run = Run::new(&work, &checkpoint, &s.tokens(12, 1.0)).choice_tensors(&choices).ranks(3).split(&[4, 4, 4]);
     let run = run.backend("simd").activations("bf16");

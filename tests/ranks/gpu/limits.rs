@@ -8,12 +8,12 @@ use std::thread;
 use std::time::Duration;
 
 use super::{assert_answers, with_exact_rows};
+use crate::support::directed;
 use crate::support::disturb::Running;
 use crate::support::gpu::{GPU_BACKENDS, job_with_cache, on_gpus};
 use crate::support::launch::alone;
 use crate::support::made::{Choice, S, S_ANSWER};
 use crate::support::run::{Run, Work, word};
-use crate::support::safetensors::Tensors;
 
 /// Case A4 (iii): row 299,594 of 7168 values is the first beyond 2^31 elements.
 const NUM_TOKENS: usize = 300_000;
@@ -112,12 +112,7 @@ fn two_gpus_alone_a3_alternating_steps() {
     let work = Work::new();
     let s = S::new(3, 128, 128).layers(3);
     let checkpoint = work.checkpoint(&s.checkpoint());
-    let mut choices = Tensors::new();
-    Choice::single([2; 8]).add_to(&mut choices, "layers.0.", 1);
-    let mut one_way = Choice::single([2; 4]);
-    (0..4).for_each(|_| one_way.push(&[-1], &[0.0]));
-    one_way.add_to(&mut choices, "layers.1.", 1);
-    Choice::uniform(8, &[-1], &[0.0]).add_to(&mut choices, "layers.2.", 1);
+    let choices = directed::alternating_steps(8, 2, 2);
 
     let run = Run::new(&work, &checkpoint, &s.tokens(8, 1.0)).choice_tensors(&choices).ranks(2).split(&[4, 4]);
     let run = with_exact_rows(&on_gpus(&run, "wgmma")).activations("bf16").steps(steps);

@@ -2,6 +2,7 @@
 
 use super::checkpoint::Checkpoint;
 use super::made::{Choice, S};
+use super::safetensors::Tensors;
 use super::tensor::Tensor;
 
 /// Case B3: every expert answers in the last of `hidden` columns, by block scales of its own.
@@ -12,6 +13,18 @@ pub fn last_column(hidden: usize) -> (S, Checkpoint) {
         checkpoint.of_expert(expert, "down_proj", "weight_scale").set_block_scale(hidden - 1, 0, 0x40);
     }
     (s, checkpoint)
+}
+
+/// Case A3: three layers that stand for three kinds of step. All of `num_tokens` go to expert `all_to`; the first four, rank
+/// 0's, go to `one_way_to` and the others nowhere; nothing goes anywhere.
+pub fn alternating_steps(num_tokens: usize, all_to: usize, one_way_to: usize) -> Tensors {
+    let mut choices = Tensors::new();
+    Choice::single(vec![all_to; num_tokens]).add_to(&mut choices, "layers.0.", 1);
+    let mut one_way = Choice::single([one_way_to; 4]);
+    (4..num_tokens).for_each(|_| one_way.push(&[-1], &[0.0]));
+    one_way.add_to(&mut choices, "layers.1.", 1);
+    Choice::uniform(num_tokens, &[-1], &[0.0]).add_to(&mut choices, "layers.2.", 1);
+    choices
 }
 
 /// Case C8: activations of 4000 are above what the input scale can hold.
