@@ -44,6 +44,8 @@ struct GroupedGemmArgs {
     u64* counts;
     /// `[2]` the grid barrier of grouped_gemm_small.cu, zero before the first launch.
     u32* barrier;
+    /// `[2]` tiles of FC1 and of FC2 that blocks of grouped_gemm_wgmma.cu have asked for, zero before the first launch.
+    u32* given_out;
     /// Multiplies every token value.
     float token_scale;
     u32 num_experts;

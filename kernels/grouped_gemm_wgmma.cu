@@ -2,7 +2,7 @@
 //
 // Decoded weights are wgmma's A operand in registers, rows its B operand in shared memory. Both `image` and `inner` are
 // images (image.cuh): `fc1` writes the second, `fc2` writes rows. One block a multiprocessor, each of kThreads threads; it
-// takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... Dynamic shared memory: kSharedBytes + 1024.
+// takes a tile as soon as it has copied the last: tiles differ in what they take. Dynamic shared memory: kSharedBytes + 1024.
 //
 // The image of rows comes from `gather_tokens` of permute.cu; or, with few rows a tile, from a warpgroup of `fc1` that
 // gathers for all blocks while others multiply. A tile then waits for its rows, so that all blocks have to run at once:
@@ -12,6 +12,7 @@
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
 //   WEIGHT_BITS, QUANTISE, OUTPUT_BITS   as in grouped_gemm_mma.cu
 //   BLOCK_ROWS             rows a tile: 16, 32, 64, 128 or 256. It changes no bits: every output is one chain over K
+//   WIDTHS                 bit i: a tile may be computed as 16 (i + 1) rows, if it has no more. It changes no bits either
 //   GATHERS                1: `fc1` gathers its rows; the accumulators of 256 leave no registers for it
 //   NUM_STAGES             stages of weights and rows under way
 //   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
@@ -70,6 +71,7 @@ DEVICE void copy_tile(const GroupedGemmArgs& args, const Work& work, Pipeline& r
         rows += kStageSteps * step_stride;
         ring.advance();
     }
+    ring.next_tile();
 }
 
 /// Where a warp's weights of a step lie, less where its stage starts.
@@ -139,7 +141,7 @@ struct Weights {
 ///
 /// Half a step is decoded while the other half's group of MMAs runs: the two sets of fragments are never the same
 /// registers, and one group is always under way. A step's weights are loaded before the last step's MMAs are waited for.
-template <u32 kSteps>
+template <u32 kSteps, u32 kRowTiles>
 DEVICE void multiply_tile(const Seat& seat, const Shifts& shifts, Pipeline& ring, float (&acc)[kTiles][kRowTiles][4]) {
     constexpr u32 kStageBytes = kUnitsPerBlock * kUnitBytes;
     const u32 place = weights_place(seat), scales_place = Weights::scales_place(seat, place);
@@ -161,7 +163,7 @@ DEVICE void multiply_tile(const Seat& seat, const Shifts& shifts, Pipeline& ring
             for (u32 q = 0; q < 2; ++q) {
 #pragma unroll
                 for (u32 j = 0; j < kTiles; ++j) {
-                    Wgmma<BLOCK_ROWS>::multiply(acc[j], first[j][q], rows + q * kDescriptorK16, i + q > 0 ? 1 : accumulate);
+                    Wgmma<kRowTiles * 8>::multiply(acc[j], first[j][q], rows + q * kDescriptorK16, i + q > 0 ? 1 : accumulate);
                 }
             }
             wgmma_commit();
@@ -173,7 +175,7 @@ DEVICE void multiply_tile(const Seat& seat, const Shifts& shifts, Pipeline& ring
             for (u32 q = 0; q < 2; ++q) {
 #pragma unroll
                 for (u32 j = 0; j < kTiles; ++j) {
-                    Wgmma<BLOCK_ROWS>::multiply(acc[j], second[j][q], rows + (2 + q) * kDescriptorK16, 1);
+                    Wgmma<kRowTiles * 8>::multiply(acc[j], second[j][q], rows + (2 + q) * kDescriptorK16, 1);
                 }
             }
             wgmma_commit();
@@ -195,8 +197,35 @@ DEVICE void multiply_tile(const Seat& seat, const Shifts& shifts, Pipeline& ring
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (u32 j = 0; j < kTiles; ++j) wgmma_hold(acc[j]);
+    for (u32 j = 0; j < kTiles; ++j) wgmma_hold<kRowTiles>(acc[j]);
     if (seat.lane == 0) barrier_arrive(previous_empty);
+}
+
+/// A tile from its first stage to its last store, as kWidth rows: the fewest that hold those that it has.
+template <bool kIsFc1, u32 kWidth = next_width(0)>
+DEVICE void compute_tile(const GroupedGemmArgs& args, u32 num_rows, const Seat& seat, const Shifts& shifts,
+                         Pipeline& ring, QuantCounts& counts) {
+    using G = Gemm<kIsFc1>;
+    if constexpr (kWidth < BLOCK_ROWS) {
+        // A vote, so that the compiler knows that no warp parts here.
+        if (__all_sync(kAllLanes, num_rows > kWidth)) {
+            compute_tile<kIsFc1, next_width(kWidth)>(args, num_rows, seat, shifts, ring, counts);
+            return;
+        }
+    }
+    float acc[kTiles][kWidth / 8][4] = {};
+    multiply_tile<G::kSteps>(seat, shifts, ring, acc);
+    const Work work = Work::get(ring.work());
+    if constexpr (kIsFc1) {
+        const Expert& expert = args.experts[work.expert];
+        const bool is_real = work.weight_block * kUnitsPerBlock + seat.unit < G::kUnits;
+        activate_tile(args, expert, is_real, acc);
+        if constexpr (QUANTISE) requantise_tile(seat, work, expert.input_scale, ring.shared + kAmaxAt, acc, counts);
+        store_inner(args, work, seat, ring.shared, acc);
+    } else {
+        store_tile(args, work, seat, acc);
+        if (work.weight_block == 0 && threadIdx.x == kGroupThreads) count_rows(args, work.num_rows);
+    }
 }
 
 #if GATHERS
@@ -237,10 +266,11 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
     using G = Gemm<kIsFc1>;
     extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[2 * NUM_STAGES];
-    __shared__ Word4 works[2 * NUM_STAGES];
+    __shared__ Word4 works[2 * kWorks];
+    __shared__ volatile u32 next_tiles[2];
     // The swizzle counts from addresses that 1024 divides.
     Pipeline ring = {(shared_address(shared_memory) + 1023) & ~1023u, shared_address(barriers),
-                     shared_address(barriers + NUM_STAGES), shared_address(works), 0, 0};
+                     shared_address(barriers + NUM_STAGES), shared_address(works), 0, 0, 0};
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < NUM_STAGES; ++i) {
             barrier_init(ring.full + 8 * i, 1);
@@ -254,12 +284,21 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
         TileCursor<G::kWeightBlocks, BLOCK_ROWS> cursor(args);
         Place place;
-        for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
+        u32* const given_out = args.given_out + (kIsFc1 ? 0 : 1);
+        // The other product's kernel has ended.
+        if (blockIdx.x == 0 && threadIdx.x == 0) args.given_out[kIsFc1 ? 1 : 0] = 0;
+        u32 index = blockIdx.x;
+        for (u32 turn = 0; cursor.find(index, place); turn ^= 1) {
+            // Asked for now, so that it is there when this tile is copied.
+            u32 next = 0;
+            if (threadIdx.x == 0) next = gridDim.x + atomicAdd(given_out, 1);
 #if GATHERS
             if (kIsFc1 && copies_rows(threadIdx.x / kWarp)) wait_gathered(args, Work::of(place));
 #endif
             if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, Work::of(place), ring);
-            __syncwarp();
+            if (threadIdx.x == 0) next_tiles[turn] = next;
+            named_barrier<kGroupThreads>(6);
+            index = next_tiles[turn];
         }
         if (threadIdx.x == 0) {
             barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
@@ -282,23 +321,11 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
         QuantCounts counts = {0, 0};
         while (true) {
             barrier_wait(ring.full_barrier(), ring.parity);
-            const Work work = Work::get(ring.work());
+            const u32 num_rows = Work::get_rows(ring.work());
             // A vote, so that the compiler knows that no warp parts here.
-            if (__all_sync(kAllLanes, work.num_rows == 0)) break;
-            float acc[kTiles][kRowTiles][4];
-            multiply_tile<G::kSteps>(seat, shifts, ring, acc);
-            if constexpr (kIsFc1) {
-                const Expert& expert = args.experts[work.expert];
-                const bool is_real = work.weight_block * kUnitsPerBlock + seat.unit < G::kUnits;
-                activate_tile(args, expert, is_real, acc);
-                if constexpr (QUANTISE) {
-                    requantise_tile(seat, work, expert.input_scale, ring.shared + kAmaxAt, acc, counts);
-                }
-                store_inner(args, work, seat, ring.shared, acc);
-            } else {
-                store_tile(args, work, seat, acc);
-                if (work.weight_block == 0 && threadIdx.x == kGroupThreads) count_rows(args, work.num_rows);
-            }
+            if (__all_sync(kAllLanes, num_rows == 0)) break;
+            compute_tile<kIsFc1>(args, num_rows, seat, shifts, ring, counts);
+            ring.next_tile();
         }
         if constexpr (kIsFc1) bulk_store_wait();
         if constexpr (kIsFc1 && QUANTISE) counts.flush(args.counts);

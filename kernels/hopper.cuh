@@ -87,10 +87,10 @@ template <u32 kPending>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
 
 /// Keeps the compiler from moving reads of an accumulator over the wait before.
-template <u32 kTiles>
+template <u32 kHeld, u32 kTiles>
 DEVICE void wgmma_hold(float (&acc)[kTiles][4]) {
 #pragma unroll
-    for (u32 i = 0; i < kTiles; ++i) {
+    for (u32 i = 0; i < kHeld; ++i) {
         asm volatile("" : "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])::"memory");
     }
 }
@@ -104,84 +104,76 @@ DEVICE u64 row_descriptor(u32 shared) {
 /// 32 bytes along K, in a descriptor's units.
 constexpr u64 kDescriptorK16 = 2;
 
-#define ACC1(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define ACC4(i) ACC1(i), ACC1(i + 1), ACC1(i + 2), ACC1(i + 3)
-#define ACC16(i) ACC4(i), ACC4(i + 4), ACC4(i + 8), ACC4(i + 12)
+#define ACC2(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3]), "+f"(c[i + 1][0]), "+f"(c[i + 1][1]), "+f"(c[i + 1][2]), "+f"(c[i + 1][3])
+#define ACC4(i) ACC2(i), ACC2(i + 2)
+#define ACC8(i) ACC4(i), ACC4(i + 4)
+#define ACC16(i) ACC8(i), ACC8(i + 8)
+#define SUMS0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUMS1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define SUMS3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SUMS5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define SUMS6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define SUMS7 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS8 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define SUMS9 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define SUMS10 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define SUMS11 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define SUMS12 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define SUMS13 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define SUMS14 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define SUMS15 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-/// `c (+)= a * b`: 64 weight rows from registers, N rows of tokens from shared memory, 16 of K.
+/// `c (+)= a * b`: 64 weight rows from registers, kRows rows of tokens from shared memory, 16 of K. Of `c` the first kRows / 8.
 template <u32 kRows>
 struct Wgmma;
 
-template <>
-struct Wgmma<16> {
-    DEVICE static void multiply(float (&c)[2][4], const u32 (&a)[4], u64 b, u32 accumulate) {
-        asm volatile(
-            "{\n .reg .pred p;\n setp.ne.b32 p, %13, 0;\n"
-            " wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7"
-            "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}"
-            : ACC1(0), ACC1(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
+// The sums are operands 0 .. kRows / 2 - 1 of the instruction; after them come a's four words, b and the predicate.
+#define WGMMA(ROWS, SUMS, A0, A1, A2, A3, B, ACCUMULATE, ...)                                                            \
+    template <>                                                                                                          \
+    struct Wgmma<ROWS> {                                                                                                 \
+        template <u32 kTiles>                                                                                            \
+        DEVICE static void multiply(float (&c)[kTiles][4], const u32 (&a)[4], u64 b, u32 accumulate) {                   \
+            static_assert(kTiles * 8 >= ROWS, "a sum for every row");                                                    \
+            asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %" #ACCUMULATE ", 0;\n"                                     \
+                         " wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32.bf16.bf16 {" SUMS "}, {%" #A0 ", %" #A1      \
+                         ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;\n}"                                               \
+                         : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));           \
+        }                                                                                                                \
+    };
 
-template <>
-struct Wgmma<32> {
-    DEVICE static void multiply(float (&c)[4][4], const u32 (&a)[4], u64 b, u32 accumulate) {
-        asm volatile(
-            "{\n .reg .pred p;\n setp.ne.b32 p, %21, 0;\n"
-            " wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-            "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
-            : ACC4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
+WGMMA(16, SUMS0, 8, 9, 10, 11, 12, 13, ACC2(0))
+WGMMA(32, SUMS0 SUMS1, 16, 17, 18, 19, 20, 21, ACC4(0))
+WGMMA(48, SUMS0 SUMS1 SUMS2, 24, 25, 26, 27, 28, 29, ACC4(0), ACC2(4))
+WGMMA(64, SUMS0 SUMS1 SUMS2 SUMS3, 32, 33, 34, 35, 36, 37, ACC8(0))
+WGMMA(80, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4, 40, 41, 42, 43, 44, 45, ACC8(0), ACC2(8))
+WGMMA(96, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5, 48, 49, 50, 51, 52, 53, ACC8(0), ACC4(8))
+WGMMA(112, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6, 56, 57, 58, 59, 60, 61, ACC8(0), ACC4(8), ACC2(12))
+WGMMA(128, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7, 64, 65, 66, 67, 68, 69, ACC16(0))
+WGMMA(160, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9, 80, 81, 82, 83, 84, 85, ACC16(0), ACC4(16))
+WGMMA(192, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9 SUMS10 SUMS11, 96, 97, 98, 99, 100, 101, ACC16(0), ACC8(16))
+WGMMA(224, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9 SUMS10 SUMS11 SUMS12 SUMS13, 112, 113, 114, 115, 116, 117, ACC16(0), ACC8(16), ACC4(24))
+WGMMA(256, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9 SUMS10 SUMS11 SUMS12 SUMS13 SUMS14 SUMS15, 128, 129, 130, 131, 132, 133, ACC16(0), ACC16(16))
 
-template <>
-struct Wgmma<64> {
-    DEVICE static void multiply(float (&c)[8][4], const u32 (&a)[4], u64 b, u32 accumulate) {
-        asm volatile(
-            "{\n .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
-            " wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-            "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-            "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-            : ACC4(0), ACC4(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <>
-struct Wgmma<128> {
-    DEVICE static void multiply(float (&c)[16][4], const u32 (&a)[4], u64 b, u32 accumulate) {
-        asm volatile(
-            "{\n .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
-            " wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-            "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-            "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-            "%62, %63"
-            "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
-            : ACC16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-template <>
-struct Wgmma<256> {
-    DEVICE static void multiply(float (&c)[32][4], const u32 (&a)[4], u64 b, u32 accumulate) {
-        asm volatile(
-            "{\n .reg .pred p;\n setp.ne.b32 p, %133, 0;\n"
-            " wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-            "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
-            "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-            "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "
-            "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "
-            "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "
-            "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-            "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;\n}"
-            : ACC16(0), ACC16(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-    }
-};
-
-#undef ACC1
+#undef WGMMA
+#undef SUMS0
+#undef SUMS1
+#undef SUMS2
+#undef SUMS3
+#undef SUMS4
+#undef SUMS5
+#undef SUMS6
+#undef SUMS7
+#undef SUMS8
+#undef SUMS9
+#undef SUMS10
+#undef SUMS11
+#undef SUMS12
+#undef SUMS13
+#undef SUMS14
+#undef SUMS15
+#undef ACC2
 #undef ACC4
+#undef ACC8
 #undef ACC16

@@ -10,6 +10,7 @@
 #include "wgmma_tiles.cuh"
 
 /// Replaces gate sums by the activation: acc[j][n][c] is column 16 unit + 2 g + j of row 8 n + 2 t + c.
+template <u32 kRowTiles>
 DEVICE void activate_tile(const GroupedGemmArgs& args, const Expert& expert, bool is_real,
                           float (&acc)[kTiles][kRowTiles][4]) {
     const float gate_scale = args.token_scale * expert.gate_scale * kSumFactor;
@@ -30,7 +31,6 @@ DEVICE void activate_tile(const GroupedGemmArgs& args, const Expert& expert, boo
 
 /// Row tiles whose block scales a warp finds together: the lane of g has that of row `8 n + 2 t + c` where g is 2 n + c.
 constexpr u32 kScaleTiles = 4;
-constexpr u32 kScaleGroups = (kRowTiles + kScaleTiles - 1) / kScaleTiles;
 
 /// Halves a list of maxima: a lane keeps the half that bit `kDistance` of its number names, with what its partner has of it.
 template <u32 kDistance, u32 kCount>
@@ -44,6 +44,7 @@ DEVICE void share_maxima(u32 (&bits)[2 * kScaleTiles], u32 lane) {
 }
 
 /// The largest magnitude of a warp's part of a block, for the row that this lane has of row tiles `kScaleTiles * group` ..
+template <u32 kRowTiles>
 DEVICE u32 warp_maximum(const float (&acc)[kTiles][kRowTiles][4], u32 group, u32 lane) {
     // As integers magnitudes order like their bits, and NaN wins.
     u32 bits[2 * kScaleTiles];
@@ -65,8 +66,10 @@ DEVICE u32 warp_maximum(const float (&acc)[kTiles][kRowTiles][4], u32 group, u32
 /// Sends the activations of a tile through NVFP4: a unit's 16 columns are a block.
 ///
 /// A lane makes the scale of one row in eight and tells the others: to make them all took longer than everything else here.
+template <u32 kRowTiles>
 DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scale, u32 amax_shared,
                             float (&acc)[kTiles][kRowTiles][4], QuantCounts& counts) {
+    constexpr u32 kScaleGroups = (kRowTiles + kScaleTiles - 1) / kScaleTiles;
     const u32 g = seat.lane / 4, t = seat.lane % 4;
     const float inverse_scale = __fdiv_rn(1.0f, input_scale);
     u32 amax[kScaleGroups];
@@ -102,6 +105,7 @@ DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scal
 }
 
 /// Writes a tile's activations into the image: gathered in shared memory to a chunk of 64 columns, then one copy.
+template <u32 kRowTiles>
 DEVICE void store_inner(const GroupedGemmArgs& args, const Work& work, const Seat& seat, u32 shared,
                         const float (&acc)[kTiles][kRowTiles][4]) {
     constexpr u32 kStoreThreads = kTiles == 2 ? kGroupThreads : 2 * kGroupThreads;
@@ -133,7 +137,7 @@ DEVICE void store_inner(const GroupedGemmArgs& args, const Work& work, const Sea
 }
 
 /// Writes columns 32 unit + 4 g + 2 j + {0, 1} of rows 8 n + 2 t + c; all of them, or those that there are.
-template <bool kIsWhole>
+template <bool kIsWhole, u32 kRowTiles>
 DEVICE void store_rows(u8* to, u32 num_rows, float scale, const float (&acc)[kTiles][kRowTiles][4]) {
     const u32 t = threadIdx.x % 4;
 #pragma unroll
@@ -149,6 +153,7 @@ DEVICE void store_rows(u8* to, u32 num_rows, float scale, const float (&acc)[kTi
     }
 }
 
+template <u32 kRowTiles>
 DEVICE void store_tile(const GroupedGemmArgs& args, const Work& work, const Seat& seat,
                        const float (&acc)[kTiles][kRowTiles][4]) {
     const u32 g = seat.lane / 4, t = seat.lane % 4;
@@ -156,10 +161,10 @@ DEVICE void store_tile(const GroupedGemmArgs& args, const Work& work, const Seat
     const float scale = (QUANTISE ? expert.down_scale * expert.input_scale : expert.down_scale) * kSumFactor;
     const u32 column = (work.weight_block * kUnitsPerBlock + seat.unit) * kUnitRows + 4 * g + 2 * seat.tile;
     // HIDDEN may end in the middle of the last unit, never inside four columns.
-    if (column >= HIDDEN) return;
+    if (HIDDEN % (kUnitsPerBlock * kUnitRows) != 0 && column >= HIDDEN) return;
     u8* to = args.out + (static_cast<u64>(work.first_row + 2 * t) * HIDDEN + column) * (OUTPUT_BITS / 8);
-    if (work.num_rows == BLOCK_ROWS) {
-        store_rows<true>(to, BLOCK_ROWS, scale, acc);
+    if (work.num_rows == kRowTiles * 8) {
+        store_rows<true>(to, kRowTiles * 8, scale, acc);
     } else {
         store_rows<false>(to, work.num_rows, scale, acc);
     }

@@ -22,7 +22,13 @@ constexpr u32 kThreads = (GATHERS ? 4 : 3) * kGroupThreads;
 constexpr u32 kTiles = BLOCK_ROWS == 256 ? 1 : 2;
 constexpr u32 kGroupUnits = 2 * kTiles;
 constexpr u32 kUnitsPerBlock = 2 * kGroupUnits;
-constexpr u32 kRowTiles = BLOCK_ROWS / 8;
+
+/// The narrowest width, in rows, that a tile may be computed as and that is wider than `width`.
+constexpr u32 next_width(u32 width) {
+    u32 next = width + 16;
+    while (next < BLOCK_ROWS && (WIDTHS >> (next / 16 - 1) & 1) == 0) next += 16;
+    return next;
+}
 
 constexpr u32 kFc1Steps = (HIDDEN + kStepK - 1) / kStepK;
 constexpr u32 kFc2Steps = (INTERMEDIATE + kStepK - 1) / kStepK;
@@ -60,20 +66,25 @@ struct Gemm {
 template <bool kIsFc1>
 constexpr bool kAreUnitsWhole = Gemm<kIsFc1>::kUnits % kUnitsPerBlock == 0;
 
+// A tile has a stage or more, and is asked for once more when its last has been emptied.
+constexpr u32 kWorks = NUM_STAGES + 1;
+
 /// Shared memory of a block, and where in the ring of stages a warp is.
 struct Pipeline {
     u32 shared;
     /// Filled by copies, emptied by warps; NUM_STAGES each.
     u32 full;
     u32 empty;
-    /// `[NUM_STAGES]` what the tile is that begins with a stage.
+    /// `[kWorks]` what a tile is, of those that have begun.
     u32 works;
     u32 stage;
     u32 parity;
+    /// Which of `works` is this tile's.
+    u32 turn;
 
     DEVICE u32 full_barrier() const { return full + 8 * stage; }
     DEVICE u32 empty_barrier() const { return empty + 8 * stage; }
-    DEVICE u32 work() const { return works + 32 * stage; }
+    DEVICE u32 work() const { return works + 32 * turn; }
     DEVICE u32 rows(u32 step) const { return shared + (stage * kStageSteps + step) * kRowsBytes; }
     DEVICE u32 unit(u32 unit) const { return shared + kWeightsAt + (stage * kUnitsPerBlock + unit) * kUnitBytes; }
 
@@ -82,6 +93,10 @@ struct Pipeline {
             stage = 0;
             parity ^= 1;
         }
+    }
+
+    DEVICE void next_tile() {
+        if (++turn == kWorks) turn = 0;
     }
 };
 
@@ -115,6 +130,9 @@ struct Work {
         const Word4 a = load_shared4(at), b = load_shared4(at + 16);
         return {a.v[0], a.v[1], a.v[2], a.v[3], b.v[0], b.v[1], b.v[2]};
     }
+
+    /// `num_rows` alone: what is needed of a tile before its sums are there takes registers from them.
+    DEVICE static u32 get_rows(u32 at) { return load_shared(at + 12); }
 
     /// Bytes of one step's rows: whole groups of 8, as many as the expert has left.
     DEVICE u32 rows_bytes() const { return min_of<u32>(BLOCK_ROWS / kGroupRows, num_groups - first_group) * kGroupBytes; }

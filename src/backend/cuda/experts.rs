@@ -311,6 +311,7 @@ impl Group {
                 out,
                 counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
+                given_out: workspace.given_out.address(),
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
                 num_groups: u32::try_from(workspace.gathered.len()).unwrap_or(u32::MAX),

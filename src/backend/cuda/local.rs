@@ -180,6 +180,7 @@ struct Buffers {
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
     barrier: DeviceBuffer<u32>,
+    given_out: DeviceBuffer<u32>,
     /// `[num_sets, num_shares, num_experts]`
     entries: DeviceBuffer<ExpertEntry>,
 }
@@ -229,6 +230,7 @@ impl Buffers {
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
+            given_out: DeviceBuffer::zeroed(stream, 2)?,
             entries: DeviceBuffer::from_slice(stream, &entries)?,
         })
     }
@@ -246,6 +248,7 @@ impl Buffers {
             out: self.out.address(),
             counts: self.counts.address(),
             barrier: self.barrier.address(),
+            given_out: self.given_out.address(),
             token_scale,
             num_experts: narrow(num_experts),
             num_groups: narrow(self.gathered.len()),

@@ -36,6 +36,8 @@ pub(super) struct Device {
     pub inner: DeviceBuffer<u16>,
     /// Zero whenever no kernel runs.
     pub barrier: DeviceBuffer<u32>,
+    /// Tiles that were given out of each product; kernels of either zero the other's.
+    pub given_out: DeviceBuffer<u32>,
 }
 
 impl Workspace {
@@ -53,6 +55,7 @@ impl Workspace {
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
+            given_out: DeviceBuffer::zeroed(stream, 2)?,
         };
         Ok(Self { host, device })
     }

@@ -90,6 +90,8 @@ pub struct GroupedGemmArgs {
     pub counts: u64,
     /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
     pub barrier: u64,
+    /// Address of two u32, zero before the first launch that uses them: tiles that wgmma schedules have given out.
+    pub given_out: u64,
     /// Multiplies every token value.
     pub token_scale: f32,
     /// Local experts.
@@ -136,6 +138,8 @@ pub enum Schedule {
     Wgmma {
         /// Rows a tile.
         block_rows: u32,
+        /// A tile of fewer rows takes less. Full ones take a little more for it.
+        ragged: bool,
     },
     /// `grouped_gemm_small.cu`: 8 or 16 rows.
     Small {
@@ -148,7 +152,8 @@ impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::MmaSync { block_rows } => write!(f, "mma-{block_rows}"),
-            Self::Wgmma { block_rows } => write!(f, "wgmma-{block_rows}"),
+            Self::Wgmma { block_rows, ragged: false } => write!(f, "wgmma-{block_rows}"),
+            Self::Wgmma { block_rows, ragged: true } => write!(f, "wgmma-{block_rows}-ragged"),
             Self::Small { block_rows } => write!(f, "small-{block_rows}"),
         }
     }
@@ -193,6 +198,11 @@ impl GroupedGemm {
         Self::steps(self.intermediate)
     }
 
+    /// Rows of FC1's weights, gate and up.
+    pub(super) fn fc1_weight_rows(&self) -> u32 {
+        2 * self.intermediate
+    }
+
     fn weight_step_bytes(&self) -> u32 {
         match self.weights {
             Weights::Nvfp4 => NVFP4_STEP_BYTES,
@@ -221,9 +231,9 @@ impl Schedule {
             (Self::MmaSync { .. }, Weights::Nvfp4) => 4,
             // Two, so that consumer parts have the shared memory too.
             (Self::MmaSync { .. }, Weights::Bf16) => 2,
-            (Self::Wgmma { block_rows: 64 | 256 }, Weights::Nvfp4) => 5,
+            (Self::Wgmma { block_rows: 64 | 256, .. }, Weights::Nvfp4) => 5,
             (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
-            (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
+            (Self::Wgmma { block_rows: 128 | 256, .. }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
             (Self::Small { .. }, _) => 3,
         }
@@ -234,8 +244,38 @@ impl Schedule {
     pub fn gathering(self) -> Gathering {
         match self {
             Self::MmaSync { .. } | Self::Small { .. } => Gathering::None,
-            Self::Wgmma { block_rows } if block_rows <= MAX_GATHERING_ROWS => Gathering::Within,
+            Self::Wgmma { block_rows, .. } if block_rows <= MAX_GATHERING_ROWS => Gathering::Within,
             Self::Wgmma { .. } => Gathering::Before,
+        }
+    }
+
+    /// Rows of a tile.
+    #[must_use]
+    pub fn block_rows(self) -> u32 {
+        match self {
+            Self::MmaSync { block_rows } | Self::Wgmma { block_rows, .. } | Self::Small { block_rows } => block_rows,
+        }
+    }
+
+    /// Weight rows of a tile of a wgmma schedule.
+    pub(super) fn weight_rows(self) -> u32 {
+        if matches!(self, Self::Wgmma { block_rows: 256, .. }) { 128 } else { 256 }
+    }
+
+    /// The widths, in rows, that a tile may be computed as.
+    ///
+    /// NOTE: with a width more for 128 rows the compiler has no registers left for wgmma.
+    pub(super) fn widths(self) -> &'static [u32] {
+        match self {
+            Self::Wgmma { block_rows: 64, ragged: true } => &[16, 32, 48, 64],
+            Self::Wgmma { block_rows: 128, ragged: true } => &[64, 128],
+            Self::Wgmma { block_rows: 256, ragged: true } => &[32, 64, 96, 128, 160, 192, 224, 256],
+            Self::Wgmma { block_rows: 16, .. } => &[16],
+            Self::Wgmma { block_rows: 32, .. } => &[32],
+            Self::Wgmma { block_rows: 64, .. } => &[64],
+            Self::Wgmma { block_rows: 128, .. } => &[128],
+            Self::Wgmma { .. } => &[256],
+            Self::MmaSync { .. } | Self::Small { .. } => &[],
         }
     }
 
@@ -253,7 +293,7 @@ impl Schedule {
                     blocks_per_multiprocessor: if block_rows == 64 { 1 } else { 2 },
                 }
             }
-            Self::Wgmma { block_rows } => {
+            Self::Wgmma { block_rows, .. } => {
                 let tiles = if block_rows == 256 { 1 } else { 2 };
                 let is_even = gemm.fc1_steps().is_multiple_of(2) && gemm.fc2_steps().is_multiple_of(2);
                 let two_steps = gemm.weights == Weights::Nvfp4 && block_rows <= 64 && is_even;
@@ -289,10 +329,10 @@ impl Schedule {
     /// What to compile.
     #[must_use]
     pub fn request(self, gemm: &GroupedGemm, arch: Arch) -> KernelRequest {
-        let (source, block_rows) = match self {
-            Self::MmaSync { block_rows } => (MMA, block_rows),
-            Self::Wgmma { block_rows } => (WGMMA, block_rows),
-            Self::Small { block_rows } => (SMALL, block_rows),
+        let source = match self {
+            Self::MmaSync { .. } => MMA,
+            Self::Wgmma { .. } => WGMMA,
+            Self::Small { .. } => SMALL,
         };
         let launch = self.launch(gemm);
         let weight_bits = match gemm.weights {
@@ -305,7 +345,7 @@ impl Schedule {
             .with("INTERMEDIATE", gemm.intermediate)
             .with("QUANTISE", gemm.quantise)
             .with("OUTPUT_BITS", 32_u32)
-            .with("BLOCK_ROWS", block_rows)
+            .with("BLOCK_ROWS", self.block_rows())
             .with("NUM_STAGES", self.num_stages(gemm))
             .with("NUM_THREADS", launch.num_threads)
             .with("SHARED_BYTES", launch.shared_bytes);
@@ -313,7 +353,8 @@ impl Schedule {
             request = request.with("WEIGHT_BITS", weight_bits);
         }
         if matches!(self, Self::Wgmma { .. }) {
-            request = request.with("GATHERS", self.gathering() == Gathering::Within);
+            let widths = self.widths().iter().fold(0_u32, |bits, width| bits | 1 << (width / 16 - 1));
+            request = request.with("GATHERS", self.gathering() == Gathering::Within).with("WIDTHS", widths);
         }
         with_activation(request, gemm.activation)
     }
@@ -373,10 +414,12 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
     all.push(Schedule::MmaSync { block_rows: 64 }.request(&odd, arch));
     if arch == Arch::Sm90a {
         for block_rows in [16, 32, 64, 128, 256] {
-            all.extend([k3, bf16].map(|gemm| Schedule::Wgmma { block_rows }.request(&gemm, arch)));
+            for ragged in [false, true].into_iter().take(if block_rows >= 64 { 2 } else { 1 }) {
+                all.extend([k3, bf16].map(|gemm| Schedule::Wgmma { block_rows, ragged }.request(&gemm, arch)));
+            }
         }
         all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&k3, arch)));
-        all.push(Schedule::Wgmma { block_rows: 256 }.request(&odd, arch));
+        all.push(Schedule::Wgmma { block_rows: 256, ragged: true }.request(&odd, arch));
         all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));
         all.push(GatherTokens { hidden: 3584 }.request(arch));
     }

@@ -4,9 +4,9 @@
 //! its own number of rows, which is the world's, since an expert lives on one rank: how experts or tokens are split changes
 //! nothing. Where bits may depend on nothing but token and expert, one order serves all row counts. Among the tiles of an
 //! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
-//! another one's last tiles.
+//! another one's last tiles. Tiles of fewer rows than a schedule's take less where it is a ragged one.
 
-use super::grouped_gemm::{GroupedGemm, Schedule, Weights};
+use super::grouped_gemm::{GroupedGemm, Schedule};
 
 /// A family of schedules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,13 +26,73 @@ pub struct Chooser {
     pub batch_invariant: bool,
 }
 
-/// Schedules of one order over K with what a tile of theirs takes, in any unit: measured on one H200 with Kimi K3's experts
-/// (docs/measurements/2026-11-30-h200-kernels-2.md).
-type Tiles = &'static [(u32, f64)];
+/// What a schedule's tiles take, a tile being a block of weights times a block of an expert's rows: measured on one H200 with
+/// Kimi K3's experts (docs/measurements/2026-12-01-h200-kernels-4.md). Integers, so that whoever adds them up gets the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TileCost {
+    /// The schedule.
+    pub schedule: Schedule,
+    /// Blocks of an expert's weights that go to multiprocessors one by one; 0 where they are cut into even shares.
+    pub weight_blocks: u32,
+    /// Of a tile, whatever its rows.
+    pub tile_ns: u32,
+    /// Of every 16 rows that it is computed as.
+    pub rows_ns: u32,
+}
 
-const MMA_SYNC: Tiles = &[(8, 296.0), (16, 348.0), (32, 484.0), (64, 792.0)];
-const SMALL: Tiles = &[(8, 250.0), (16, 310.0)];
-const WGMMA: Tiles = &[(16, 340.0), (32, 380.0), (64, 500.0), (128, 780.0), (256, 1400.0)];
+/// Multiprocessors of the machine that costs were measured on: a choice is not to depend on the machine that makes it.
+const NUM_MULTIPROCESSORS: u64 = 132;
+
+const fn mma_sync(block_rows: u32, tile_ns: u32) -> TileCost {
+    TileCost { schedule: Schedule::MmaSync { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
+}
+
+const fn small(block_rows: u32, tile_ns: u32) -> TileCost {
+    TileCost { schedule: Schedule::Small { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
+}
+
+const fn wgmma(block_rows: u32, ragged: bool, [tile_ns, rows_ns]: [u32; 2]) -> TileCost {
+    TileCost { schedule: Schedule::Wgmma { block_rows, ragged }, weight_blocks: 0, tile_ns, rows_ns }
+}
+
+const MMA_SYNC: [TileCost; 4] = [mma_sync(8, 296), mma_sync(16, 348), mma_sync(32, 484), mma_sync(64, 792)];
+const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
+/// Of FC1: FC2's are in proportion.
+const WGMMA: [TileCost; 8] = [
+    wgmma(16, false, [18_000, 3_500]),
+    wgmma(32, false, [18_000, 3_500]),
+    wgmma(64, false, [18_000, 3_500]),
+    wgmma(64, true, [18_500, 3_550]),
+    wgmma(128, false, [18_000, 3_550]),
+    wgmma(128, true, [18_200, 3_550]),
+    wgmma(256, false, [10_000, 2_160]),
+    wgmma(256, true, [10_200, 2_160]),
+];
+
+impl TileCost {
+    /// What all blocks of rows take together, and the longest tile: nothing is over before it is.
+    #[must_use]
+    pub fn takes_ns(&self, counts: impl Iterator<Item = usize>) -> u64 {
+        let block_rows = u64::from(self.schedule.block_rows());
+        let widths = self.schedule.widths();
+        let (mut num_blocks, mut num_rows, mut widest) = (0, 0, 0);
+        for count in counts {
+            let (full, rest) = (count as u64 / block_rows, count as u64 % block_rows);
+            let width = widths.iter().map(|width| u64::from(*width)).find(|width| rest <= *width).unwrap_or(block_rows);
+            let rest_width = if rest == 0 { 0 } else { width };
+            num_blocks += full + u64::from(rest > 0);
+            num_rows += full * block_rows + rest_width;
+            widest = widest.max(if full > 0 { block_rows } else { rest_width });
+        }
+        let [tile_ns, rows_ns] = [self.tile_ns, self.rows_ns].map(u64::from);
+        let all = num_blocks * tile_ns + num_rows / 16 * rows_ns;
+        if self.weight_blocks == 0 || num_blocks == 0 {
+            return all;
+        }
+        let longest = tile_ns + widest / 16 * rows_ns;
+        longest.max(all * u64::from(self.weight_blocks) / NUM_MULTIPROCESSORS + longest / 2)
+    }
+}
 
 /// The schedules of a batch: one an order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,13 +111,9 @@ impl BatchSchedules {
     }
 }
 
-/// The tile that takes least for all counts together; of equals the smallest.
-fn fastest(tiles: &[(u32, f64)], counts: impl Iterator<Item = usize> + Clone) -> u32 {
-    let took = |&(rows, per_tile): &(u32, f64)| {
-        let num_tiles: usize = counts.clone().map(|count| count.div_ceil(rows as usize)).sum();
-        (rows, num_tiles as f64 * per_tile)
-    };
-    tiles.iter().map(took).min_by(|a, b| a.1.total_cmp(&b.1)).map_or(64, |(rows, _)| rows)
+/// The schedule that takes least for all counts together; of equals the first.
+fn fastest(costs: &[TileCost], counts: impl Iterator<Item = usize> + Clone) -> Option<Schedule> {
+    costs.iter().min_by_key(|cost| cost.takes_ns(counts.clone())).map(|cost| cost.schedule)
 }
 
 impl Chooser {
@@ -65,53 +121,52 @@ impl Chooser {
     #[must_use]
     pub fn batch(self, gemm: &GroupedGemm, counts: &[usize]) -> BatchSchedules {
         let counts = counts.iter().copied();
-        if self.family == Family::MmaSync {
-            let large = Schedule::MmaSync { block_rows: fastest(MMA_SYNC, counts) };
-            return BatchSchedules { small: large, max_small_rows: 0, large };
-        }
         let max_small_rows = self.max_small_rows(gemm);
         let is_small = |count: &usize| *count <= max_small_rows;
-        BatchSchedules {
-            small: small(fastest(&self.small(gemm), counts.clone().filter(is_small))),
-            max_small_rows,
-            large: Schedule::Wgmma { block_rows: fastest(&self.wgmma(gemm), counts.filter(|count| !is_small(count))) },
-        }
+        let large = fastest(&self.large(gemm), counts.clone().filter(|count| !is_small(count)));
+        let large = large.unwrap_or_else(|| unreachable!("every family has schedules for any number of rows"));
+        let small = fastest(&self.small(gemm), counts.filter(is_small));
+        BatchSchedules { small: small.unwrap_or(large), max_small_rows, large }
     }
 
     /// The small schedules to choose from. They stream the weights of few rows faster, and add K in slices.
-    fn small(self, gemm: &GroupedGemm) -> Vec<(u32, f64)> {
-        let exists = |rows: u32| !self.batch_invariant && gemm.weights == Weights::Nvfp4 && small(rows).serves(gemm);
-        SMALL.iter().copied().filter(|(rows, _)| exists(*rows)).collect()
+    #[must_use]
+    pub fn small(self, gemm: &GroupedGemm) -> Vec<TileCost> {
+        let exists = |cost: &TileCost| cost.schedule.serves(gemm);
+        let is_free = self.family == Family::Wgmma && !self.batch_invariant;
+        if is_free { SMALL.into_iter().filter(exists).collect() } else { Vec::new() }
     }
 
     /// Rows that fit one tile of a small schedule: two would read weights twice.
     fn max_small_rows(self, gemm: &GroupedGemm) -> usize {
-        self.small(gemm).last().map_or(0, |(rows, _)| *rows as usize)
+        self.small(gemm).last().map_or(0, |cost| cost.schedule.block_rows() as usize)
     }
 
-    /// The wgmma schedules to choose from.
-    fn wgmma(self, gemm: &GroupedGemm) -> Vec<(u32, f64)> {
+    /// The schedules of any number of rows to choose from.
+    #[must_use]
+    pub fn large(self, gemm: &GroupedGemm) -> Vec<TileCost> {
+        if self.family == Family::MmaSync {
+            return MMA_SYNC.to_vec();
+        }
         let max_small_rows = self.max_small_rows(gemm);
-        WGMMA.iter().copied().filter(|(rows, _)| *rows as usize > max_small_rows).collect()
+        let of_this = |cost: TileCost| {
+            let weight_blocks = gemm.fc1_weight_rows().div_ceil(cost.schedule.weight_rows());
+            TileCost { weight_blocks, ..cost }
+        };
+        let is_large = |cost: &TileCost| cost.schedule.block_rows() as usize > max_small_rows;
+        WGMMA.into_iter().filter(is_large).map(of_this).collect()
     }
 
     /// Every schedule that [`Chooser::batch`] may give.
     #[must_use]
     pub fn all(self, gemm: &GroupedGemm) -> Vec<Schedule> {
-        if self.family == Family::MmaSync {
-            return MMA_SYNC.iter().map(|&(block_rows, _)| Schedule::MmaSync { block_rows }).collect();
-        }
-        let smalls = self.small(gemm).into_iter().map(|(rows, _)| small(rows));
-        smalls.chain(self.wgmma(gemm).into_iter().map(|(block_rows, _)| Schedule::Wgmma { block_rows })).collect()
+        self.small(gemm).into_iter().chain(self.large(gemm)).map(|cost| cost.schedule).collect()
     }
-}
-
-const fn small(block_rows: u32) -> Schedule {
-    Schedule::Small { block_rows }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::grouped_gemm::Weights;
     use super::*;
     use crate::numerics::activation::Activation;
 
