@@ -17,8 +17,8 @@ use crate::gpu::{Gpu, GpuError};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::tactics::Tactic;
-use crate::select::{Identity, Quant};
-pub use simd::Isa;
+use crate::select::{Identity, InstructionSet, Quant};
+pub use simd::best_instruction_set;
 
 /// What a group of experts has in common.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -211,7 +211,7 @@ pub struct Machine {
     /// Threads of the backend's own; 0: one a core.
     pub num_threads: usize,
     /// For `simd`; absent: the machine's best.
-    pub isa: Option<Isa>,
+    pub isa: Option<InstructionSet>,
     /// For GPU techniques, which need one.
     pub gpu: Option<Gpu>,
 }
@@ -230,7 +230,7 @@ pub fn build(technique: &str, machine: &Machine) -> Result<Arc<dyn Backend>, Bac
     };
     match technique {
         reference::TECHNIQUE => Ok(Arc::new(reference::Reference::new(num_threads)?)),
-        simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(Isa::detect))?)),
+        simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(best_instruction_set))?)),
         cuda::MMA_SYNC => on_gpu(cuda::MMA_SYNC),
         cuda::WGMMA => on_gpu(cuda::WGMMA),
         _ => Err(BackendError::Technique { technique: technique.to_owned() }),
@@ -290,9 +290,9 @@ pub enum BackendError {
     #[error("this machine does not have {wanted}; its best is {best}")]
     Isa {
         /// The one asked for.
-        wanted: Isa,
+        wanted: InstructionSet,
         /// The best there is.
-        best: Isa,
+        best: InstructionSet,
     },
     /// Threads could not be started.
     #[error("cannot start {num_threads} compute threads; lower --threads")]

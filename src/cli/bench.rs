@@ -19,12 +19,13 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::backend::{self, BackendError, Experts, ExpertsSpec, Isa, build, cuda};
+use crate::backend::{self, BackendError, Experts, ExpertsSpec, best_instruction_set, build, cuda};
 use crate::checkpoint::{self, CheckpointError};
 use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
 use crate::numerics::activation::Activation;
+use crate::select::InstructionSet;
 use crate::select::tactics::TacticError;
 
 use super::failure::Failure;
@@ -76,7 +77,7 @@ pub struct BenchArgs {
     pub backend: String,
     /// The instruction set of simd: scalar, avx2 or avx512; absent: the machine's best.
     #[arg(long, value_name = "ISA")]
-    pub isa: Option<Isa>,
+    pub isa: Option<InstructionSet>,
     /// Threads; 0: one a core.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub threads: usize,
@@ -242,7 +243,7 @@ pub fn run(args: &BenchArgs) -> Result<BenchReport, BenchError> {
 }
 
 fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, BenchError> {
-    let (spec, isa) = (checked(args)?, args.isa.unwrap_or_else(Isa::detect));
+    let (spec, isa) = (checked(args)?, args.isa.unwrap_or_else(best_instruction_set));
     if args.rows != [RowForm::Uniform] {
         return Err(BenchError::Rows { backend: args.backend.clone() });
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::cuda::{DenseBy, DenseTools};
-use crate::backend::{self, Backend, BackendError, Isa, Machine};
+use crate::backend::{self, Backend, BackendError, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
 use crate::config::{Deployment, Levels, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
@@ -23,7 +23,7 @@ use crate::host;
 use crate::ids::{LayerIdx, Rank};
 use crate::model::MoeGeometry;
 use crate::select::tactics::{RowBucket, Tactic};
-use crate::select::{self, Digest, Environment, LayerDecision, Selection};
+use crate::select::{self, Digest, Environment, InstructionSet, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
 use super::block::{BlockMemory, DeviceBlock};
@@ -214,7 +214,7 @@ impl Session {
 
     /// The technique of the first layer, and the instruction set that all ranks use for it.
     #[must_use]
-    pub fn backend(&self) -> (&'static str, Isa) {
+    pub fn backend(&self) -> (&'static str, InstructionSet) {
         let technique = self.selection().techniques().first().copied().unwrap_or("none");
         (technique, selected::isa(self.selection(), technique))
     }

@@ -16,7 +16,7 @@ mod workspace;
 
 use std::sync::{Arc, Mutex};
 
-use super::simd::{Isa, Simd};
+use super::simd::{Simd, best_instruction_set};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::cuda::Stream;
@@ -81,7 +81,7 @@ impl Gpu {
         }
         let workspace = Mutex::new(Workspace::new(gpu.stream())?);
         let shared = Shared { technique, gpu: gpu.clone(), programs: Programs::new(gpu.clone()), workspace };
-        Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, Isa::detect())? })
+        Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, best_instruction_set())? })
     }
 }
 
