@@ -4,6 +4,7 @@
 //! nothing has to be waited for in between. Knows nothing of layers, experts or tokens.
 
 mod error;
+pub mod feed;
 mod modules;
 mod staging;
 

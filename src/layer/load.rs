@@ -1,6 +1,7 @@
 //! A layer's weights from the checkpoint into a backend: this rank's experts, and the parts that every rank holds.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::backend::cuda::{Around, AroundSpec, AroundTensors, DenseTools, GatedDense};
 use crate::backend::{Backend, BackendError, Experts, ExpertsSpec, Linear};
@@ -11,6 +12,7 @@ use crate::model::{LatentGeometry, MoeGeometry};
 use crate::select::LayerDecision;
 
 use super::LayerError;
+use super::abreast::abreast;
 use super::parts::{Latent, Norm, Router, Shared, SharedBy};
 use crate::dispatch::placement::Placement;
 
@@ -22,6 +24,8 @@ pub(super) struct Loaded {
     pub around: Option<Around>,
     pub shared: Option<Shared>,
     pub experts: Box<dyn Experts>,
+    /// What reading and packing the experts took.
+    pub experts_elapsed: Duration,
     /// The largest FC1 `input_scale` of this rank's experts; 0 where it has none.
     pub largest_input_scale: f32,
     pub weight_bytes: u64,
@@ -37,15 +41,17 @@ pub(super) struct Loader<'a> {
     pub rank: Rank,
     /// A row's bits may not depend on the number of rows.
     pub batch_invariant: bool,
-    /// Told of every expert that is packed.
-    pub progress: &'a dyn Fn(),
+    /// Told the checkpoint's bytes of every expert that is packed, by whichever thread has done it.
+    pub progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Loader<'_> {
-    /// Reads and packs one layer, expert by expert, so that only one is held twice.
+    /// Reads and packs one layer, a few experts at a time, so that only these are held twice.
     pub fn load(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Loaded, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
+        let start = Instant::now();
         let (experts, largest_input_scale) = self.experts(manifest, decision)?;
+        let experts_elapsed = start.elapsed();
         let (router, latent) = (self.checkpoint.read_router(manifest)?, self.checkpoint.read_latent(manifest)?);
         let latent = geometry.latent.zip(latent);
         let around = match self.dense {
@@ -63,7 +69,7 @@ impl Loader<'_> {
             + linears.flatten().map(|linear| linear.weight_bytes()).sum::<u64>()
             + around.as_ref().map_or(0, Around::weight_bytes)
             + shared.as_ref().map_or(0, |shared| shared.by.weight_bytes());
-        Ok(Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes })
+        Ok(Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes })
     }
 
     fn experts(
@@ -80,14 +86,20 @@ impl Loader<'_> {
             quantise_activations: decision.quantise_activations,
             batch_invariant: self.batch_invariant,
         };
-        let mut builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
+        let builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
+        let first = local.start;
+        let of_experts = abreast(self.backend.pool(), local.len(), |index| -> Result<_, LayerError> {
+            let (expert, mut scales) = (ExpertIdx::from_index(first + index), LayerScales::default());
+            let tensors = self.checkpoint.read_expert_into(manifest, expert, &mut scales)?;
+            self.prepare(manifest, builder.put(index, &tensors))?;
+            (self.progress)(self.checkpoint.expert_bytes(manifest, expert)?);
+            Ok((fc1_input_scale(&tensors).unwrap_or(0.0), scales))
+        })?;
         let mut largest = 0f32;
         let mut scales = LayerScales::default();
-        for expert in local.map(ExpertIdx::from_index) {
-            let tensors = self.checkpoint.read_expert_into(manifest, expert, &mut scales)?;
-            self.prepare(manifest, builder.push(&tensors))?;
-            largest = largest.max(fc1_input_scale(&tensors).unwrap_or(0.0));
-            (self.progress)();
+        for (input_scale, of_expert) in &of_experts {
+            largest = largest.max(*input_scale);
+            scales.merge(of_expert);
         }
         if let Some(warning) = scales.warning() {
             tracing::warn!("{}: {warning}", manifest.layer);
@@ -148,8 +160,8 @@ impl Loader<'_> {
         let by = match self.prepare(manifest, by_library.transpose())?.flatten() {
             Some(expert) => SharedBy::Library(Box::new(expert)),
             None => {
-                let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
-                self.prepare(manifest, builder.push(&tensors))?;
+                let builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
+                self.prepare(manifest, self.backend.pool().install(|| builder.put(0, &tensors)))?;
                 SharedBy::Backend(self.prepare(manifest, builder.finish())?)
             }
         };

@@ -1,5 +1,6 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
+mod abreast;
 pub mod agreement;
 mod block;
 mod carriers;

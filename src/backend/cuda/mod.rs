@@ -8,19 +8,23 @@ mod dense;
 mod evidence;
 mod experts;
 mod gated;
+mod load;
 mod local;
 pub mod pack;
 mod programs;
 mod topk;
 mod workspace;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rayon::ThreadPool;
 
 use super::simd::{Isa, Simd};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::cuda::Stream;
 use crate::gpu;
+use crate::gpu::feed::Feed;
 use crate::jit::Arch;
 use crate::jit::kernels::Family;
 pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
@@ -36,6 +40,12 @@ pub const MMA_SYNC: &str = "mma_sync";
 
 /// The technique of the kernels for Hopper.
 pub const WGMMA: &str = "wgmma";
+
+/// Slots that a thread fills while its others are on their way.
+const SLOTS_A_THREAD: usize = 2;
+
+/// Slots at most: beyond that the link has enough to do.
+const MAX_SLOTS: usize = 32;
 
 /// The family of a GPU technique's schedules; absent for others.
 #[must_use]
@@ -54,11 +64,20 @@ struct Shared {
     programs: Programs,
     /// Calls wait for each other: they would share the device anyway.
     workspace: Mutex<Workspace>,
+    /// What weights come through, from the first expert on until loading is over.
+    feed: Mutex<Option<Arc<Feed>>>,
+    /// Slots of it at most.
+    max_slots: usize,
 }
 
 impl Shared {
     fn stream(&self) -> &Stream {
         self.gpu.stream()
+    }
+
+    fn feed(&self) -> Arc<Feed> {
+        let mut feed = self.feed.lock().unwrap_or_else(PoisonError::into_inner);
+        feed.get_or_insert_with(|| Arc::new(Feed::new(self.gpu.device(), self.max_slots))).clone()
     }
 }
 
@@ -79,9 +98,16 @@ impl Gpu {
             let (name, found) = (facts.name.clone(), facts.compute_capability.to_string());
             return Err(BackendError::Capability { technique, name, found });
         }
-        let workspace = Mutex::new(Workspace::new(gpu.stream())?);
-        let shared = Shared { technique, gpu: gpu.clone(), programs: Programs::new(gpu.clone()), workspace };
-        Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, Isa::detect())? })
+        let host = Simd::new(num_threads, Isa::detect())?;
+        let shared = Shared {
+            technique,
+            gpu: gpu.clone(),
+            programs: Programs::new(gpu.clone()),
+            workspace: Mutex::new(Workspace::new(gpu.stream())?),
+            feed: Mutex::default(),
+            max_slots: (SLOTS_A_THREAD * host.num_threads()).min(MAX_SLOTS),
+        };
+        Ok(Self { shared: Arc::new(shared), host })
     }
 }
 
@@ -92,7 +118,15 @@ impl Backend for Gpu {
 
     fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError> {
         checks::spec(&spec)?;
-        Ok(Box::new(experts::Builder::new(self.shared.clone(), spec, num_local_experts)))
+        Ok(Box::new(load::Builder::new(self.shared.clone(), spec, num_local_experts)?))
+    }
+
+    fn pool(&self) -> &ThreadPool {
+        self.host.pool()
+    }
+
+    fn end_loading(&self) {
+        *self.shared.feed.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {
