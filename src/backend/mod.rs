@@ -162,6 +162,14 @@ pub trait ExpertsBuilder: Send + Sync {
     /// If there is no such expert, or it was put before, which is a bug of the caller.
     fn put(&self, local: usize, expert: &ExpertTensors) -> Result<(), BackendError>;
 
+    /// Waits until all that was put is packed, which a device may still be at.
+    ///
+    /// # Errors
+    /// If it failed there.
+    fn wait(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// The packed experts, ready to run.
     ///
     /// # Errors

@@ -1,18 +1,18 @@
 //! A layer's weights from the checkpoint into a backend: this rank's experts, and the parts that every rank holds.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::backend::cuda::{Around, AroundSpec, AroundTensors, DenseTools, GatedDense};
 use crate::backend::{Backend, BackendError, Experts, ExpertsSpec, Linear};
 use crate::checkpoint::tensors::{ExpertTensors, LatentTensors, Projection, ProjectionData, RouterTensors};
-use crate::checkpoint::{Checkpoint, LayerManifest, LayerScales};
-use crate::ids::{ExpertIdx, Rank};
+use crate::checkpoint::{Checkpoint, LayerManifest};
+use crate::ids::Rank;
 use crate::model::{LatentGeometry, MoeGeometry};
 use crate::select::LayerDecision;
 
 use super::LayerError;
-use super::abreast::abreast;
+use super::experts::{ExpertsLoader, LoadedExperts, fc1_input_scale, prepare_error};
 use super::parts::{Latent, Norm, Router, Shared, SharedBy};
 use crate::dispatch::placement::Placement;
 
@@ -49,9 +49,9 @@ impl Loader<'_> {
     /// Reads and packs one layer, a few experts at a time, so that only these are held twice.
     pub fn load(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Loaded, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
-        let start = Instant::now();
-        let (experts, largest_input_scale) = self.experts(manifest, decision)?;
-        let experts_elapsed = start.elapsed();
+        let LoadedExperts { builder, largest_input_scale, elapsed: experts_elapsed, .. } =
+            self.experts(manifest, decision)?;
+        let experts = self.prepare(manifest, builder.finish())?;
         let (router, latent) = (self.checkpoint.read_router(manifest)?, self.checkpoint.read_latent(manifest)?);
         let latent = geometry.latent.zip(latent);
         let around = match self.dense {
@@ -72,11 +72,7 @@ impl Loader<'_> {
         Ok(Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes })
     }
 
-    fn experts(
-        &self,
-        manifest: &LayerManifest,
-        decision: &LayerDecision,
-    ) -> Result<(Box<dyn Experts>, f32), LayerError> {
+    fn experts(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<LoadedExperts, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
         let local = self.placement.local_experts(self.rank);
         let spec = ExpertsSpec {
@@ -86,25 +82,13 @@ impl Loader<'_> {
             quantise_activations: decision.quantise_activations,
             batch_invariant: self.batch_invariant,
         };
-        let builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
-        let first = local.start;
-        let of_experts = abreast(self.backend.pool(), local.len(), |index| -> Result<_, LayerError> {
-            let (expert, mut scales) = (ExpertIdx::from_index(first + index), LayerScales::default());
-            let tensors = self.checkpoint.read_expert_into(manifest, expert, &mut scales)?;
-            self.prepare(manifest, builder.put(index, &tensors))?;
-            (self.progress)(self.checkpoint.expert_bytes(manifest, expert)?);
-            Ok((fc1_input_scale(&tensors).unwrap_or(0.0), scales))
-        })?;
-        let mut largest = 0f32;
-        let mut scales = LayerScales::default();
-        for (input_scale, of_expert) in &of_experts {
-            largest = largest.max(*input_scale);
-            scales.merge(of_expert);
-        }
-        if let Some(warning) = scales.warning() {
+        let loader =
+            ExpertsLoader { checkpoint: self.checkpoint, backend: self.backend, progress: self.progress };
+        let loaded = loader.load(manifest, spec, local)?;
+        if let Some(warning) = loaded.scales.warning() {
             tracing::warn!("{}: {warning}", manifest.layer);
         }
-        Ok((self.prepare(manifest, builder.finish())?, largest))
+        Ok(loaded)
     }
 
     fn router(&self, manifest: &LayerManifest, tensors: RouterTensors) -> Result<Router, LayerError> {
@@ -169,11 +153,7 @@ impl Loader<'_> {
     }
 
     fn prepare<T>(&self, manifest: &LayerManifest, result: Result<T, BackendError>) -> Result<T, LayerError> {
-        result.map_err(|source| LayerError::Prepare {
-            layer: manifest.layer,
-            checkpoint: self.checkpoint.dir().to_owned(),
-            source,
-        })
+        result.map_err(|source| prepare_error(self.checkpoint.dir(), manifest.layer, source))
     }
 }
 
@@ -194,16 +174,4 @@ fn global_scales(expert: &ExpertTensors) -> Vec<f32> {
         ProjectionData::Bf16(_) | ProjectionData::F32(_) => [None, None],
     };
     [&expert.gate, &expert.up, &expert.down].into_iter().flat_map(of_projection).flatten().collect()
-}
-
-/// The larger of gate's and up's `input_scale`, which describe the same input; absent unless both are there.
-fn fc1_input_scale(expert: &ExpertTensors) -> Option<f32> {
-    Some(input_scale(&expert.gate)?.max(input_scale(&expert.up)?))
-}
-
-fn input_scale(projection: &Projection) -> Option<f32> {
-    match projection.data {
-        ProjectionData::Nvfp4 { input_scale, .. } => input_scale,
-        ProjectionData::Bf16(_) | ProjectionData::F32(_) => None,
-    }
 }

@@ -5,6 +5,7 @@ pub mod agreement;
 mod block;
 mod carriers;
 mod device;
+mod experts;
 mod kernels;
 mod load;
 mod parts;
@@ -42,6 +43,7 @@ use crate::select::{FormatError, Identity, LayerDecision, LayerSelection, Select
 use crate::world::{Refusal, World, WorldError};
 
 pub(crate) use carriers::{Carriers, Needs};
+pub(crate) use experts::{ExpertsLoader, read_experts};
 pub use parts::Part;
 pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
 pub use session::{JitOptions, Session, SessionOptions};

@@ -111,6 +111,10 @@ impl ExpertsBuilder for Builder {
         Ok(())
     }
 
+    fn wait(&self) -> Result<(), BackendError> {
+        Ok(self.feed.finish()?)
+    }
+
     fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
         let Self { shared, spec, feed, images, experts, .. } = *self;
         feed.finish()?;

@@ -162,21 +162,3 @@ fn gpu_images_are_those_of_the_host() {
         }
     }
 }
-
-/// What host packing would do for the rate of loading, for docs/measurements: bytes of a checkpoint a second and core.
-#[test]
-#[ignore = "a measurement"]
-fn rate_of_packing_on_one_core() {
-    let tensors = expert(Format::Nvfp4, (3584, 3072), 1);
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-    let start = std::time::Instant::now();
-    pool.install(|| {
-        pack::pack_fc1(&tensors.gate, &tensors.up).unwrap();
-        pack::pack_fc2(&tensors.down).unwrap();
-    });
-    let seconds = start.elapsed().as_secs_f64();
-    let bytes = 3.0 * 3584.0 * 3072.0 * 9.0 / 16.0;
-    println!("packs {:.3} GB/s a core", bytes / seconds / 1e9);
-    let ProjectionData::Nvfp4 { block_scales, .. } = &tensors.gate.data else { unreachable!() };
-    let _ = block_scales;
-}
