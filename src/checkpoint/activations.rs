@@ -233,9 +233,8 @@ mod tests {
     fn file(dir: &Path, dtype: &str, (rows, columns): (usize, usize), values: &[u8]) -> std::path::PathBuf {
         let size = if dtype == "BF16" { 2 } else { 4 };
         let num_bytes = rows * columns * size;
-        let header = format!(
-            r#"{{"hidden":{{"dtype":"{dtype}","shape":[{rows},{columns}],"data_offsets":[0,{num_bytes}]}}}}"#
-        );
+        let header =
+            format!(r#"{{"hidden":{{"dtype":"{dtype}","shape":[{rows},{columns}],"data_offsets":[0,{num_bytes}]}}}}"#);
         let path = dir.join("input.safetensors");
         let mut file = std::fs::File::create(&path).unwrap();
         file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();

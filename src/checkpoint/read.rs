@@ -237,11 +237,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// If the layer has no such expert, or a file fails.
-    pub fn map_expert(
-        &self,
-        manifest: &LayerManifest,
-        expert: ExpertIdx,
-    ) -> Result<Vec<TensorBytes>, CheckpointError> {
+    pub fn map_expert(&self, manifest: &LayerManifest, expert: ExpertIdx) -> Result<Vec<TensorBytes>, CheckpointError> {
         let entries = self.expert_entries(manifest, expert)?.iter().flat_map(ProjectionEntries::all);
         entries.map(|idx| self.reader().map(idx, Some(expert))).collect()
     }

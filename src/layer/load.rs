@@ -82,8 +82,7 @@ impl Loader<'_> {
             quantise_activations: decision.quantise_activations,
             batch_invariant: self.batch_invariant,
         };
-        let loader =
-            ExpertsLoader { checkpoint: self.checkpoint, backend: self.backend, progress: self.progress };
+        let loader = ExpertsLoader { checkpoint: self.checkpoint, backend: self.backend, progress: self.progress };
         let loaded = loader.load(manifest, spec, local)?;
         if let Some(warning) = loaded.scales.warning() {
             tracing::warn!("{}: {warning}", manifest.layer);

@@ -420,7 +420,8 @@ fn load_layers(
         let decision = &plan.decision;
         world.begin(format!("loading {} of {}", plan.problem.layer, checkpoint.dir().display()));
         let (loaded, selected) = world.agree::<_, LayerError>(load(plan))?;
-        let Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes } = loaded;
+        let Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes } =
+            loaded;
         elapsed += experts_elapsed;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));

@@ -105,6 +105,12 @@ impl DenseTools {
         self.blas.is_some()
     }
 
+    /// cublasLt's algorithm for bf16 weights of a shape; none where there is no library, or it has none that fits.
+    pub(super) fn matmul(&self, out_features: usize, in_features: usize) -> Result<Option<Matmul>, BackendError> {
+        let Some((blas, num_rows)) = &self.blas else { return Ok(None) };
+        Ok(blas.matmul(MatmulShape { out_features, in_features, num_rows: *num_rows })?)
+    }
+
     /// The GPU that it works on.
     #[must_use]
     pub fn gpu(&self) -> &Gpu {
@@ -234,6 +240,17 @@ pub(super) struct Dense {
 
 impl Dense {
     pub(super) fn new(tools: &Arc<DenseTools>, weight: &Projection, sums: Sums) -> Result<Self, BackendError> {
+        let is_fast = sums == Sums::Fast && matches!(weight.data, ProjectionData::Bf16(_));
+        let matmul = if is_fast { tools.matmul(weight.out_features, weight.in_features)? } else { None };
+        Self::computed_with(tools, weight, matmul)
+    }
+
+    /// The same with cublasLt's algorithm for the weight, from [`DenseTools::matmul`]; none: by our kernel.
+    pub(super) fn computed_with(
+        tools: &Arc<DenseTools>,
+        weight: &Projection,
+        matmul: Option<Matmul>,
+    ) -> Result<Self, BackendError> {
         let Projection { out_features, in_features, .. } = *weight;
         for (width, found) in [("out_features", out_features), ("in_features", in_features)] {
             let is_multiple = width == "out_features" || found.is_multiple_of(BLOCK);
@@ -242,11 +259,6 @@ impl Dense {
             }
         }
         let parts = bf16_parts(weight)?;
-        let shape = |num_rows| MatmulShape { out_features, in_features, num_rows };
-        let matmul = match &tools.blas {
-            Some((blas, num_rows)) if parts.len() == 1 && sums == Sums::Fast => blas.matmul(shape(*num_rows))?,
-            _ => None,
-        };
         let weight = DeviceBuffer::from_slice(tools.stream(), &parts.concat())?;
         Ok(Self { tools: tools.clone(), out_features, in_features, weight, num_parts: parts.len(), matmul })
     }
@@ -254,11 +266,6 @@ impl Dense {
     /// Bytes of the weight.
     pub(super) fn weight_bytes(&self) -> u64 {
         self.weight.num_bytes() as u64
-    }
-
-    /// Whether cublasLt computes it.
-    pub(super) fn is_by_library(&self) -> bool {
-        self.matmul.is_some()
     }
 
     /// What computes it, for the report and for what ranks compare: a library and its algorithm, or whose kernel.

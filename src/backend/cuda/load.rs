@@ -36,11 +36,7 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(
-        shared: Arc<Shared>,
-        spec: ExpertsSpec,
-        num_local_experts: usize,
-    ) -> Result<Self, BackendError> {
+    pub(super) fn new(shared: Arc<Shared>, spec: ExpertsSpec, num_local_experts: usize) -> Result<Self, BackendError> {
         let module = shared.gpu.module(PackKernels.request(shared.gpu.arch()))?;
         let (pack_nvfp4, pack_bf16) = (module.function(PackKernels::NVFP4)?, module.function(PackKernels::BF16)?);
         let feed = shared.feed();
@@ -98,7 +94,8 @@ impl ExpertsBuilder for Builder {
         let (fc1, fc2) = (Matrix { image, ..fc1 }, Matrix { image: image + fc2_at as u64, ..fc2 });
         let pieces: Vec<Piece<'_>> = fc1.pieces().chain(fc2.pieces()).collect();
         // Whichever thread finds what is wrong: the first of the pieces is reported.
-        let sent: Vec<Result<(), BackendError>> = pieces.par_iter().with_max_len(1).map(|piece| self.send(piece)).collect();
+        let sent: Vec<Result<(), BackendError>> =
+            pieces.par_iter().with_max_len(1).map(|piece| self.send(piece)).collect();
         sent.into_iter().collect::<Result<(), _>>()?;
         let weights = match format {
             Format::Nvfp4 => Weights::Nvfp4,
@@ -202,9 +199,8 @@ impl<'a> Matrix<'a> {
         let num_units = self.num_units();
         let most = (SLOT_BYTES / unit_bytes).max(1);
         let at_once = num_units.div_ceil(num_units.div_ceil(most));
-        let piece = move |first_unit| {
-            Piece { matrix: self, first_unit, num_units: at_once.min(num_units - first_unit) }
-        };
+        let piece =
+            move |first_unit| Piece { matrix: self, first_unit, num_units: at_once.min(num_units - first_unit) };
         (0..num_units).step_by(at_once).map(piece)
     }
 }

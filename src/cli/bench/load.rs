@@ -92,7 +92,12 @@ impl fmt::Display for LoadReport {
         let mut table = new_table(&["", "seconds", "GB/s", "of floor"]);
         let mut row = |what: &str, seconds: f64, share: Option<f64>| {
             let share = share.map(|share| format!("{:.0} %", 100.0 * share)).unwrap_or_default();
-            table.add_row(vec![what.to_owned(), format!("{seconds:.4}"), format!("{:.2}", self.gbyte_per_s(seconds)), share]);
+            table.add_row(vec![
+                what.to_owned(),
+                format!("{seconds:.4}"),
+                format!("{:.2}", self.gbyte_per_s(seconds)),
+                share,
+            ]);
         };
         row("first reading", self.first_read_s, None);
         row("files, copied by all threads", self.read_s, None);
@@ -107,14 +112,22 @@ impl fmt::Display for LoadReport {
             }
         }
         writeln!(f, "{table}")?;
-        writeln!(f, "floor = the slower of files and link, at once; peak memory {:.2} GB", self.peak_rss_bytes as f64 / 1e9)
+        writeln!(
+            f,
+            "floor = the slower of files and link, at once; peak memory {:.2} GB",
+            self.peak_rss_bytes as f64 / 1e9
+        )
     }
 }
 
 /// Measures and prints.
 pub(super) fn command(checkpoint: &Path, args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     let report = run(checkpoint, args, env)?;
-    if args.json { output::json(&report)? } else { output::line(report.to_string().trim_end())? }
+    if args.json {
+        output::json(&report)?
+    } else {
+        output::line(report.to_string().trim_end())?
+    }
     Ok(Exit::Fine)
 }
 

@@ -104,6 +104,9 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
 }
 
 #[cfg(test)]
+mod counts;
+
+#[cfg(test)]
 mod tests {
     use super::super::source::KernelSource;
     use super::super::testing::{check_hot, compiler};

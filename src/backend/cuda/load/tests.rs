@@ -64,7 +64,8 @@ fn pieces_hold_every_row_once() {
                     for half in 0..2 {
                         let part = parts[half % num_parts];
                         let found = |at: usize, bytes: usize| &slot[at..at + piece.num_rows() * bytes];
-                        let wanted = |all: &[u8], bytes: usize| all[next_row * bytes..][..piece.num_rows() * bytes].to_vec();
+                        let wanted =
+                            |all: &[u8], bytes: usize| all[next_row * bytes..][..piece.num_rows() * bytes].to_vec();
                         match &part.data {
                             ProjectionData::Nvfp4 { packed, block_scales, .. } => {
                                 assert_eq!(found(places.rows[half], row_bytes), wanted(packed, row_bytes));
@@ -107,9 +108,8 @@ fn a_nan_is_found_in_its_row_and_block() {
 fn images(stream: &Stream, blocks: &[DeviceBuffer<u8>], addresses: [(u64, usize); 2]) -> [Vec<u8>; 2] {
     addresses.map(|(address, len)| {
         let offset = |block: &DeviceBuffer<u8>| usize::try_from(address.wrapping_sub(block.address())).unwrap();
-        let holds = |block: &&DeviceBuffer<u8>| {
-            (block.address()..block.address() + block.len() as u64).contains(&address)
-        };
+        let holds =
+            |block: &&DeviceBuffer<u8>| (block.address()..block.address() + block.len() as u64).contains(&address);
         let block = blocks.iter().find(holds).expect("a block");
         block.download(stream).unwrap()[offset(block)..][..len].to_vec()
     })
@@ -119,7 +119,8 @@ fn images(stream: &Stream, blocks: &[DeviceBuffer<u8>], addresses: [(u64, usize)
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
 fn gpu_images_are_those_of_the_host() {
-    let gpu = Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap_or_else(|error| panic!("{error}"));
+    let gpu = Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok()))
+        .unwrap_or_else(|error| panic!("{error}"));
     let machine = Machine { gpu: Some(gpu.clone()), ..Machine::default() };
     build(super::super::MMA_SYNC, &machine).unwrap_or_else(|error| panic!("{error}"));
     crate::cuda::poison_fresh_memory();
