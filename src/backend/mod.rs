@@ -209,9 +209,6 @@ pub trait Backend: Send + Sync {
     /// The threads that it packs with, and that it computes with on a host.
     fn pool(&self) -> &ThreadPool;
 
-    /// Lets go of what only packing experts needs; more of them may still come, at the price of making it again.
-    fn end_loading(&self) {}
-
     /// Packs a dense projection.
     ///
     /// # Errors

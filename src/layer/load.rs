@@ -57,7 +57,8 @@ impl Loader<'_> {
         let around = match self.dense {
             Some(tools) => {
                 let tensors = AroundTensors { router: &router, latent: latent.as_ref().map(|(_, latent)| latent) };
-                Some(self.prepare(manifest, Around::new(tools, around_spec(geometry), tensors))?)
+                let around = || Around::new(tools, around_spec(geometry), tensors);
+                Some(self.prepare(manifest, self.backend.pool().install(around))?)
             }
             None => None,
         };
@@ -139,12 +140,13 @@ impl Loader<'_> {
             // Its rows are this rank's own tokens: their number is no ground for another order of sums.
             batch_invariant: true,
         };
-        let by_library = self.dense.map(|tools| GatedDense::new(tools, spec, &tensors));
+        let pool = self.backend.pool();
+        let by_library = self.dense.map(|tools| pool.install(|| GatedDense::new(tools, spec, &tensors)));
         let by = match self.prepare(manifest, by_library.transpose())?.flatten() {
             Some(expert) => SharedBy::Library(Box::new(expert)),
             None => {
                 let builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
-                self.prepare(manifest, self.backend.pool().install(|| builder.put(0, &tensors)))?;
+                self.prepare(manifest, pool.install(|| builder.put(0, &tensors)))?;
                 SharedBy::Backend(self.prepare(manifest, builder.finish())?)
             }
         };

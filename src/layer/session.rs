@@ -147,6 +147,7 @@ impl Session {
             placement,
         };
         let (mut layers, experts_elapsed) = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
+        gpu.iter().for_each(Gpu::end_loading);
         let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
         layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
@@ -459,7 +460,6 @@ fn load_layers(
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });
     }
-    backends.iter().for_each(|(_, backend)| backend.end_loading());
     Ok((layers, elapsed))
 }
 

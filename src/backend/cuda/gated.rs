@@ -8,7 +8,7 @@ use super::around::AroundBuffers;
 use super::dense::{Dense, DenseRows, DenseTools};
 use super::evidence::Evidence;
 use crate::backend::{BackendError, ExpertsSpec, ForwardStats, checks};
-use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
+use crate::checkpoint::tensors::{ExpertTensors, ProjectionData};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape};
 use crate::gpu::grow;
 use crate::jit::kernels::{Gated, GatedArgs};
@@ -58,12 +58,7 @@ impl GatedDense {
         else {
             return Ok(None);
         };
-        let fc1 = Projection {
-            out_features: 2 * spec.intermediate,
-            in_features: spec.hidden,
-            data: ProjectionData::Bf16(TensorBytes::Owned([&gate[..], up].concat().into())),
-        };
-        let fc1 = Dense::computed_with(tools, &fc1, Some(first))?;
+        let fc1 = Dense::of_rows(tools, (2 * intermediate, hidden), &[gate, up], Some(first))?;
         let fc2 = Dense::computed_with(tools, down, Some(second))?;
         let gpu = tools.gpu();
         let request = Gated { activation: spec.activation }.request(gpu.arch());

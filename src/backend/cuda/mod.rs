@@ -15,7 +15,7 @@ mod programs;
 mod topk;
 mod workspace;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rayon::ThreadPool;
 
@@ -24,7 +24,6 @@ use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::cuda::Stream;
 use crate::gpu;
-use crate::gpu::feed::Feed;
 use crate::jit::Arch;
 use crate::jit::kernels::Family;
 pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
@@ -40,12 +39,6 @@ pub const MMA_SYNC: &str = "mma_sync";
 
 /// The technique of the kernels for Hopper.
 pub const WGMMA: &str = "wgmma";
-
-/// Slots that a thread fills while its others are on their way.
-const SLOTS_A_THREAD: usize = 2;
-
-/// Slots at most: beyond that the link has enough to do.
-const MAX_SLOTS: usize = 32;
 
 /// The family of a GPU technique's schedules; absent for others.
 #[must_use]
@@ -64,20 +57,11 @@ struct Shared {
     programs: Programs,
     /// Calls wait for each other: they would share the device anyway.
     workspace: Mutex<Workspace>,
-    /// What weights come through, from the first expert on until loading is over.
-    feed: Mutex<Option<Arc<Feed>>>,
-    /// Slots of it at most.
-    max_slots: usize,
 }
 
 impl Shared {
     fn stream(&self) -> &Stream {
         self.gpu.stream()
-    }
-
-    fn feed(&self) -> Arc<Feed> {
-        let mut feed = self.feed.lock().unwrap_or_else(PoisonError::into_inner);
-        feed.get_or_insert_with(|| Arc::new(Feed::new(self.gpu.device(), self.max_slots))).clone()
     }
 }
 
@@ -104,8 +88,6 @@ impl Gpu {
             gpu: gpu.clone(),
             programs: Programs::new(gpu.clone()),
             workspace: Mutex::new(Workspace::new(gpu.stream())?),
-            feed: Mutex::default(),
-            max_slots: (SLOTS_A_THREAD * host.num_threads()).min(MAX_SLOTS),
         };
         Ok(Self { shared: Arc::new(shared), host })
     }
@@ -123,10 +105,6 @@ impl Backend for Gpu {
 
     fn pool(&self) -> &ThreadPool {
         self.host.pool()
-    }
-
-    fn end_loading(&self) {
-        *self.shared.feed.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {
