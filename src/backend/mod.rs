@@ -9,6 +9,8 @@ pub mod simd;
 
 use std::sync::Arc;
 
+use rayon::ThreadPool;
+
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
 use crate::cuda::blas::BlasError;
 use crate::cuda::{CudaError, DeviceBuffer};
@@ -148,18 +150,33 @@ pub trait Experts: Send + Sync {
     fn workspace_bytes(&self, num_rows: usize) -> u64;
 }
 
-/// Collects experts one by one, packing each as it comes, so that only one is held twice.
-pub trait ExpertsBuilder: Send {
-    /// Packs the next local expert.
+/// Collects experts, packing each as it comes.
+pub trait ExpertsBuilder: Send + Sync {
+    /// Packs the expert of a local index. Several threads may do so at once, in any order, each expert once; what is packed
+    /// does not depend on it.
     ///
     /// # Errors
     /// If a projection's shape or format is not one that the backend runs.
-    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError>;
+    ///
+    /// # Panics
+    /// If there is no such expert, or it was put before, which is a bug of the caller.
+    fn put(&self, local: usize, expert: &ExpertTensors) -> Result<(), BackendError>;
+
+    /// Waits until all that was put is packed, which a device may still be at.
+    ///
+    /// # Errors
+    /// If it failed there.
+    fn wait(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
 
     /// The packed experts, ready to run.
     ///
     /// # Errors
     /// If their kernels cannot be compiled or loaded.
+    ///
+    /// # Panics
+    /// If an expert is missing, which is a bug of the caller.
     fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError>;
 }
 
@@ -188,6 +205,9 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// If the shape or activation is not one that the backend runs.
     fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError>;
+
+    /// The threads that it packs with, and that it computes with on a host.
+    fn pool(&self) -> &ThreadPool;
 
     /// Packs a dense projection.
     ///

@@ -1,11 +1,12 @@
 //! `lockstep bench`: the expert computation of one rank, on its cores or its GPU, next to what the machine could do at best;
-//! what agreement costs all ranks; or what dispatch and combine cost their GPUs.
+//! what agreement costs all ranks; what dispatch and combine cost their GPUs; or how fast a checkpoint's experts are loaded.
 //!
-//! Needs no checkpoint: weights and tokens are made up. Only what ranks do together needs MPI.
+//! Needs no checkpoint but for the last: weights and tokens are made up. Only what ranks do together needs MPI.
 
 mod agreement;
 mod gpu;
 mod gpu_report;
+mod load;
 mod plot;
 mod report;
 mod rows;
@@ -31,6 +32,7 @@ use crate::select::tactics::TacticError;
 use super::failure::Failure;
 use super::output::{self, OutputError};
 pub use gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
+pub use load::{LoadArgs, LoadReport};
 use plot::Plot;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
@@ -44,8 +46,8 @@ const REPEATS: usize = 9;
 /// Memory that is read to find the machine's bandwidth: beyond any cache.
 const READ_BYTES: usize = 512 << 20;
 
-/// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; or, with
-/// --agreement, what it costs ranks to agree.
+/// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; with
+/// --agreement, what it costs ranks to agree; with --load, the loading of a checkpoint's experts.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// Times the agreements of a session over Kimi K3's 92 layers instead, and counts what they exchange; under a
@@ -54,7 +56,7 @@ pub struct BenchArgs {
         "isa", "threads", "activations", "rows"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
-    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement"])]
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement", "load"])]
     pub geometry: Option<BenchGeometry>,
     /// Width of the experts' input and output.
     #[arg(long, value_name = "N")]
@@ -99,6 +101,9 @@ pub struct BenchArgs {
     /// Prints one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
+    /// What --load times.
+    #[command(flatten)]
+    pub load: LoadArgs,
     /// What --travel times.
     #[command(flatten)]
     pub travel: TravelArgs,
@@ -201,6 +206,9 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
             repeats => agreement::command(repeats, args.json, env),
         };
+    }
+    if let Some(checkpoint) = &args.load.load {
+        return load::command(checkpoint, args, env);
     }
     if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
         return match args.repeats.unwrap_or(REPEATS) {

@@ -1,9 +1,11 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
+mod abreast;
 pub mod agreement;
 mod block;
 mod carriers;
 mod device;
+mod experts;
 mod kernels;
 mod load;
 mod parts;
@@ -41,6 +43,7 @@ use crate::select::{FormatError, Identity, LayerDecision, LayerSelection, Select
 use crate::world::{Refusal, World, WorldError};
 
 pub(crate) use carriers::{Carriers, Needs};
+pub(crate) use experts::{ExpertsLoader, read_experts};
 pub use parts::Part;
 pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
 pub use session::{JitOptions, Session, SessionOptions};

@@ -1,9 +1,9 @@
 //! A session: a deployment and a checkpoint, decided on by all ranks, loaded, ready to run.
 
-use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::backend::cuda::{DenseBy, DenseTools};
@@ -20,7 +20,7 @@ use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, 
 use crate::fault::Stage;
 use crate::gpu::{Gpu, Kernels};
 use crate::host;
-use crate::ids::{LayerIdx, Rank};
+use crate::ids::{ExpertIdx, LayerIdx, Rank};
 use crate::model::MoeGeometry;
 use crate::select::tactics::{RowBucket, Tactic};
 use crate::select::{self, Digest, Environment, InstructionSet, LayerDecision, Selection};
@@ -62,8 +62,8 @@ pub struct SessionOptions<'a> {
     pub part: Part,
     /// The most tokens that any rank will bring, where it is known: buffers are planned for no more.
     pub num_tokens: Option<usize>,
-    /// Told how many of this rank's experts, of how many, have been packed.
-    pub progress: &'a dyn Fn(u64, u64),
+    /// Told how many bytes of this rank's experts, of how many, have been read and packed; by any thread.
+    pub progress: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 impl SessionOptions<'_> {
@@ -93,6 +93,7 @@ pub struct Session {
     session: Digest,
     tactics: TacticTable,
     bytes_read: BytesRead,
+    experts_elapsed: Duration,
     step_limit: Duration,
 }
 
@@ -145,7 +146,8 @@ impl Session {
             dense: dense.as_ref(),
             placement,
         };
-        let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
+        let (mut layers, experts_elapsed) = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
+        gpu.iter().for_each(Gpu::end_loading);
         let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
         layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
@@ -160,6 +162,7 @@ impl Session {
             session,
             tactics,
             bytes_read: checkpoint.bytes_read(),
+            experts_elapsed,
             step_limit: Duration::from_secs(deployment.timeouts.step_s),
         })
     }
@@ -223,6 +226,12 @@ impl Session {
     #[must_use]
     pub fn bytes_read(&self) -> BytesRead {
         self.bytes_read
+    }
+
+    /// What this rank took to read and pack its experts, which are [`BytesRead::experts`]; the waits for others left out.
+    #[must_use]
+    pub fn experts_elapsed(&self) -> Duration {
+        self.experts_elapsed
     }
 
     /// Lets go of what ranks hold together, once all of them are here; collective. A session that is dropped without it
@@ -375,19 +384,19 @@ impl Dense {
     }
 }
 
-/// Loads layer by layer; a fault on one rank ends all before the next layer.
+/// Loads layer by layer, and says what the experts took; a fault on one rank ends all before the next layer.
 fn load_layers(
     world: &World,
     (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
     &Held { backends, carriers, on_gpu, dense, placement }: &Held<'_>,
     (plans, selected): (&[LayerPlan], &Selected),
-) -> Result<Vec<MoeLayer>, LayerError> {
+) -> Result<(Vec<MoeLayer>, Duration), LayerError> {
     let geometry = &checkpoint.model().geometry;
-    let total = (placement.local_experts(world.rank()).len() * plans.len()) as u64;
-    let done = Cell::new(0);
-    let progress = || {
-        done.set(done.get() + 1);
-        (options.progress)(done.get(), total);
+    let total = plans.iter().map(|plan| expert_bytes(checkpoint, plan, placement, world.rank())).sum();
+    let done = AtomicU64::new(0);
+    let progress = |bytes| {
+        let before = done.fetch_add(bytes, Ordering::Relaxed);
+        (options.progress)(before + bytes, total);
     };
     let load = |plan: &LayerPlan| {
         world.fault(Stage::Load)?;
@@ -407,11 +416,14 @@ fn load_layers(
     };
     let nodes = Rc::new(selected.nodes.clone());
     let mut layers = Vec::new();
+    let mut elapsed = Duration::ZERO;
     for plan in plans {
         let decision = &plan.decision;
         world.begin(format!("loading {} of {}", plan.problem.layer, checkpoint.dir().display()));
         let (loaded, selected) = world.agree::<_, LayerError>(load(plan))?;
-        let Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes } = loaded;
+        let Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes } =
+            loaded;
+        elapsed += experts_elapsed;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
         let travel = Travel {
@@ -448,7 +460,13 @@ fn load_layers(
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });
     }
-    Ok(layers)
+    Ok((layers, elapsed))
+}
+
+/// Bytes of a rank's own experts of a layer, as the checkpoint stores them.
+fn expert_bytes(checkpoint: &Checkpoint, plan: &LayerPlan, placement: Placement, rank: Rank) -> u64 {
+    let experts = placement.local_experts(rank).map(ExpertIdx::from_index);
+    experts.map(|expert| checkpoint.expert_bytes(&plan.manifest, expert).unwrap_or(0)).sum()
 }
 
 /// What is odd about the files, which every rank has found alike, is said once.

@@ -39,6 +39,8 @@ pub struct RankReport {
     pub num_threads: usize,
     /// Checkpoint bytes it read.
     pub bytes_read: BytesReport,
+    /// Seconds that reading and packing its experts took; waits for other ranks left out.
+    pub load_experts_s: f64,
     /// Bytes of its packed weights.
     pub weight_bytes: u64,
     /// The most that its dispatch buffers were planned to take.
@@ -429,7 +431,7 @@ pub(super) mod tests {
     pub(super) fn report_with(launched: &[&str], ran: &[&str], tactics: Vec<DecidedTactic>) -> RunReport {
         let quant = serde_json::json!({"num_blocks": 0, "num_saturated": 0, "num_zeroed": 0});
         let decided = serde_json::json!({
-            "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
+            "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "load_experts_s": 0.0, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
             "dispatch_bytes_sent": 0, "bytes_to": [0], "links": LinkBytes::default(), "step_collectives": 0, "phases": [],
             "layers": [{

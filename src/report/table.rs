@@ -81,6 +81,7 @@ fn ranks(report: &RunReport) -> Table {
         "host",
         "tokens",
         "experts read",
+        "GB/s",
         "replicated",
         "weights",
         "buffers ≤",
@@ -95,6 +96,7 @@ fn ranks(report: &RunReport) -> Table {
             rank.host.clone(),
             rank.num_tokens.to_string(),
             bytes(rank.bytes_read.experts),
+            rate(rank.bytes_read.experts, rank.load_experts_s),
             bytes(rank.bytes_read.replicated),
             bytes(rank.weight_bytes),
             bytes(rank.planned_bytes),
@@ -104,8 +106,13 @@ fn ranks(report: &RunReport) -> Table {
             bytes(rank.dispatch_bytes_sent),
         ]);
     }
-    align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
     table
+}
+
+/// GB/s, of 10^9 bytes.
+fn rate(num_bytes: u64, seconds: f64) -> String {
+    if seconds > 0.0 { format!("{:.2}", num_bytes as f64 / seconds / 1e9) } else { "-".to_owned() }
 }
 
 /// What all ranks sent, by kind of link.

@@ -62,6 +62,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/backend/cuda/dense.rs",
     "src/backend/cuda/topk.rs",
     "src/backend/cuda/gated.rs",
+    "src/backend/cuda/load.rs",
     "src/backend/cuda/experts.rs",
     "src/backend/cuda/evidence.rs",
     "src/backend/cuda/local.rs",

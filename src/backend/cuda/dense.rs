@@ -7,6 +7,8 @@
 
 use std::sync::Arc;
 
+use rayon::prelude::*;
+
 use super::super::BackendError;
 use super::pack::PackError;
 use crate::checkpoint::tensors::{Projection, ProjectionData};
@@ -103,6 +105,12 @@ impl DenseTools {
     #[must_use]
     pub fn has_library(&self) -> bool {
         self.blas.is_some()
+    }
+
+    /// cublasLt's algorithm for bf16 weights of a shape; none where there is no library, or it has none that fits.
+    pub(super) fn matmul(&self, out_features: usize, in_features: usize) -> Result<Option<Matmul>, BackendError> {
+        let Some((blas, num_rows)) = &self.blas else { return Ok(None) };
+        Ok(blas.matmul(MatmulShape { out_features, in_features, num_rows: *num_rows })?)
     }
 
     /// The GPU that it works on.
@@ -234,6 +242,17 @@ pub(super) struct Dense {
 
 impl Dense {
     pub(super) fn new(tools: &Arc<DenseTools>, weight: &Projection, sums: Sums) -> Result<Self, BackendError> {
+        let is_fast = sums == Sums::Fast && matches!(weight.data, ProjectionData::Bf16(_));
+        let matmul = if is_fast { tools.matmul(weight.out_features, weight.in_features)? } else { None };
+        Self::computed_with(tools, weight, matmul)
+    }
+
+    /// The same with cublasLt's algorithm for the weight, from [`DenseTools::matmul`]; none: by our kernel.
+    pub(super) fn computed_with(
+        tools: &Arc<DenseTools>,
+        weight: &Projection,
+        matmul: Option<Matmul>,
+    ) -> Result<Self, BackendError> {
         let Projection { out_features, in_features, .. } = *weight;
         for (width, found) in [("out_features", out_features), ("in_features", in_features)] {
             let is_multiple = width == "out_features" || found.is_multiple_of(BLOCK);
@@ -241,24 +260,43 @@ impl Dense {
                 return Err(BackendError::Width { width, found });
             }
         }
-        let parts = bf16_parts(weight)?;
-        let shape = |num_rows| MatmulShape { out_features, in_features, num_rows };
-        let matmul = match &tools.blas {
-            Some((blas, num_rows)) if parts.len() == 1 && sums == Sums::Fast => blas.matmul(shape(*num_rows))?,
-            _ => None,
+        let (data, size) = match &weight.data {
+            ProjectionData::Bf16(data) => (data, 2),
+            ProjectionData::F32(data) => (data, 4),
+            ProjectionData::Nvfp4 { .. } => {
+                return Err(BackendError::Pack { projection: "linear", source: PackError::Dense });
+            }
         };
-        let weight = DeviceBuffer::from_slice(tools.stream(), &parts.concat())?;
-        Ok(Self { tools: tools.clone(), out_features, in_features, weight, num_parts: parts.len(), matmul })
+        let (found, wanted) = (data.len(), out_features * in_features * size);
+        if found != wanted {
+            return Err(BackendError::Bytes { projection: "linear", found, wanted });
+        }
+        let shape = (out_features, in_features);
+        if size == 2 {
+            return Self::of_rows(tools, shape, &[data], matmul);
+        }
+        let parts = bf16_parts(data);
+        let rows = parts.each_ref().map(|part| bytemuck::cast_slice(part));
+        Self::of_rows(tools, shape, &rows, matmul)
+    }
+
+    /// Of a weight's bf16 rows, which lie in several places one behind the other: once, or three times where they are parts.
+    pub(super) fn of_rows(
+        tools: &Arc<DenseTools>,
+        (out_features, in_features): (usize, usize),
+        rows: &[&[u8]],
+        matmul: Option<Matmul>,
+    ) -> Result<Self, BackendError> {
+        let num_values = rows.iter().map(|rows| rows.len()).sum::<usize>() / 2;
+        let mut weight = DeviceBuffer::uninitialised(tools.gpu.device(), num_values)?;
+        tools.gpu.feed().upload(&mut weight, rows)?;
+        let num_parts = num_values / (out_features * in_features);
+        Ok(Self { tools: tools.clone(), out_features, in_features, weight, num_parts, matmul })
     }
 
     /// Bytes of the weight.
     pub(super) fn weight_bytes(&self) -> u64 {
         self.weight.num_bytes() as u64
-    }
-
-    /// Whether cublasLt computes it.
-    pub(super) fn is_by_library(&self) -> bool {
-        self.matmul.is_some()
     }
 
     /// What computes it, for the report and for what ranks compare: a library and its algorithm, or whose kernel.
@@ -309,25 +347,10 @@ fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-/// A weight's bf16 parts, the largest first.
-fn bf16_parts(weight: &Projection) -> Result<Vec<Vec<u16>>, BackendError> {
-    let (data, size) = match &weight.data {
-        ProjectionData::Bf16(data) => (data, 2),
-        ProjectionData::F32(data) => (data, 4),
-        ProjectionData::Nvfp4 { .. } => {
-            return Err(BackendError::Pack { projection: "linear", source: PackError::Dense });
-        }
-    };
-    let (found, wanted) = (data.len(), weight.out_features * weight.in_features * size);
-    if found != wanted {
-        return Err(BackendError::Bytes { projection: "linear", found, wanted });
-    }
-    if size == 2 {
-        return Ok(vec![data.chunks_exact(2).map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]])).collect()]);
-    }
-    let values = data.chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
-    let values: Vec<[u16; 3]> = values.map(split).collect();
-    Ok((0..3).map(|part| values.iter().map(|value| value[part]).collect()).collect())
+/// The bf16 parts of f32 values, the largest first.
+fn bf16_parts(values: &[u8]) -> [Vec<u16>; 3] {
+    let parts: Vec<[u16; 3]> = values.as_chunks().0.par_iter().map(|bytes| split(f32::from_le_bytes(*bytes))).collect();
+    std::array::from_fn(|part| parts.par_iter().map(|parts| parts[part]).collect())
 }
 
 /// The bits of a value cut off to bf16.

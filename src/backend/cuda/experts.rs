@@ -7,14 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rayon::prelude::*;
 
 use super::evidence::{Counted, Evidence};
-use super::pack::{self, Format, PackError};
 use super::programs::Program;
 use super::workspace::{Device, Host, Workspace};
 use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
-use crate::backend::{
-    BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsBuilder, ExpertsSpec, ForwardStats,
-};
+use crate::backend::{BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsSpec, ForwardStats};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
 use crate::gpu::grow;
@@ -28,65 +25,37 @@ use crate::select::Identity;
 /// Rows that are computed at a time, which bounds the device's buffers.
 const MAX_WAVE_ROWS: usize = 1 << 15;
 
-struct PackedExpert {
-    fc1: DeviceBuffer<u8>,
-    fc2: DeviceBuffer<u8>,
-    entry: ExpertEntry,
-    weights: Weights,
-    identity: Identity,
+/// An expert on the device.
+pub(super) struct PackedExpert {
+    /// With the addresses of its images.
+    pub entry: ExpertEntry,
+    pub weights: Weights,
+    pub identity: Identity,
+    /// Of its images.
+    pub num_bytes: usize,
 }
 
-/// Packs experts as they come.
-pub(super) struct Builder {
+/// Experts that are packed, whose images lie in `blocks`, with the kernels for them.
+pub(super) fn group(
     shared: Arc<Shared>,
     spec: ExpertsSpec,
     experts: Vec<PackedExpert>,
-}
-
-impl Builder {
-    pub(super) fn new(shared: Arc<Shared>, spec: ExpertsSpec, num_local_experts: usize) -> Self {
-        Self { shared, spec, experts: Vec::with_capacity(num_local_experts) }
-    }
-}
-
-impl ExpertsBuilder for Builder {
-    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError> {
-        checks::expert(&self.spec, expert)?;
-        let packed = |projection| move |source: PackError| BackendError::Pack { projection, source };
-        let fc1 = pack::pack_fc1(&expert.gate, &expert.up).map_err(packed("gate with up"))?;
-        let fc2 = pack::pack_fc2(&expert.down).map_err(packed("down"))?;
-        if fc1.format != fc2.format {
-            return Err(BackendError::MixedExpert);
+    blocks: Vec<DeviceBuffer<u8>>,
+) -> Result<Box<dyn Experts>, BackendError> {
+    let family = family(shared.technique).unwrap_or_else(|| unreachable!("{} has no schedules", shared.technique));
+    let chooser = Chooser { family, batch_invariant: spec.batch_invariant };
+    let mut programs: Vec<Compiled> = Vec::new();
+    for weights in [Weights::Nvfp4, Weights::Bf16] {
+        // Experts of one format have one identity.
+        let Some(expert) = experts.iter().find(|expert| expert.weights == weights) else { continue };
+        let gemm = gemm(&spec, weights)?;
+        for schedule in chooser.all(&gemm) {
+            let program = shared.programs.schedule(schedule, &gemm)?;
+            programs.push(Compiled { weights, schedule, identity: expert.identity, program });
         }
-        let weights = match fc1.format {
-            Format::Nvfp4 => Weights::Nvfp4,
-            Format::Bf16 => Weights::Bf16,
-        };
-        let stream = self.shared.stream();
-        let (fc1, fc2) = (DeviceBuffer::from_slice(stream, &fc1.bytes)?, DeviceBuffer::from_slice(stream, &fc2.bytes)?);
-        let entry = ExpertEntry { fc1: fc1.address(), fc2: fc2.address(), ..entry(expert) };
-        let identity = checks::identity(self.shared.technique, &self.spec, expert);
-        self.experts.push(PackedExpert { fc1, fc2, entry, weights, identity });
-        Ok(())
     }
-
-    fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
-        let Self { shared, spec, experts } = *self;
-        let family = family(shared.technique).unwrap_or_else(|| unreachable!("{} has no schedules", shared.technique));
-        let chooser = Chooser { family, batch_invariant: spec.batch_invariant };
-        let mut programs: Vec<Compiled> = Vec::new();
-        for weights in [Weights::Nvfp4, Weights::Bf16] {
-            // Experts of one format have one identity.
-            let Some(expert) = experts.iter().find(|expert| expert.weights == weights) else { continue };
-            let gemm = gemm(&spec, weights)?;
-            for schedule in chooser.all(&gemm) {
-                let program = shared.programs.schedule(schedule, &gemm)?;
-                programs.push(Compiled { weights, schedule, identity: expert.identity, program });
-            }
-        }
-        let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
-        Ok(Box::new(Group { shared, spec, experts, chooser, programs, evidence }))
-    }
+    let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
+    Ok(Box::new(Group { shared, spec, experts, _blocks: blocks, chooser, programs, evidence }))
 }
 
 /// The global scale of a weight and of its input.
@@ -121,6 +90,8 @@ struct Group {
     shared: Arc<Shared>,
     spec: ExpertsSpec,
     experts: Vec<PackedExpert>,
+    /// What their entries point into.
+    _blocks: Vec<DeviceBuffer<u8>>,
     chooser: Chooser,
     programs: Vec<Compiled>,
     evidence: Mutex<Evidence>,
@@ -174,7 +145,7 @@ impl Experts for Group {
     }
 
     fn weight_bytes(&self) -> u64 {
-        self.experts.iter().map(|expert| (expert.fc1.num_bytes() + expert.fc2.num_bytes()) as u64).sum()
+        self.experts.iter().map(|expert| expert.num_bytes as u64).sum()
     }
 
     fn workspace_bytes(&self, num_rows: usize) -> u64 {

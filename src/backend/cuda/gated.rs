@@ -5,10 +5,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::around::AroundBuffers;
-use super::dense::{Dense, DenseRows, DenseTools, Sums};
+use super::dense::{Dense, DenseRows, DenseTools};
 use super::evidence::Evidence;
 use crate::backend::{BackendError, ExpertsSpec, ForwardStats, checks};
-use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
+use crate::checkpoint::tensors::{ExpertTensors, ProjectionData};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape};
 use crate::gpu::grow;
 use crate::jit::kernels::{Gated, GatedArgs};
@@ -48,18 +48,18 @@ impl GatedDense {
         else {
             return Ok(None);
         };
-        if !tools.has_library() || spec.quantise_activations {
+        if spec.quantise_activations {
             return Ok(None);
         }
-        let fc1 = Projection {
-            out_features: 2 * spec.intermediate,
-            in_features: spec.hidden,
-            data: ProjectionData::Bf16(TensorBytes::Owned([&gate[..], up].concat().into())),
+        // Both are asked for before anything is uploaded: one alone is of no use.
+        let ExpertsSpec { hidden, intermediate, .. } = spec;
+        let (Some(first), Some(second)) =
+            (tools.matmul(2 * intermediate, hidden)?, tools.matmul(hidden, intermediate)?)
+        else {
+            return Ok(None);
         };
-        let (fc1, fc2) = (Dense::new(tools, &fc1, Sums::Fast)?, Dense::new(tools, down, Sums::Fast)?);
-        if !fc1.is_by_library() || !fc2.is_by_library() {
-            return Ok(None);
-        }
+        let fc1 = Dense::of_rows(tools, (2 * intermediate, hidden), &[gate, up], Some(first))?;
+        let fc2 = Dense::computed_with(tools, down, Some(second))?;
         let gpu = tools.gpu();
         let request = Gated { activation: spec.activation }.request(gpu.arch());
         let activate = gpu.function(request, Gated::FUNCTION, 0)?;

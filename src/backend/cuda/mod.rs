@@ -8,6 +8,7 @@ mod dense;
 mod evidence;
 mod experts;
 mod gated;
+mod load;
 mod local;
 pub mod pack;
 mod programs;
@@ -15,6 +16,8 @@ mod topk;
 mod workspace;
 
 use std::sync::{Arc, Mutex};
+
+use rayon::ThreadPool;
 
 use super::simd::{Simd, best_instruction_set};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
@@ -79,9 +82,14 @@ impl Gpu {
             let (name, found) = (facts.name.clone(), facts.compute_capability.to_string());
             return Err(BackendError::Capability { technique, name, found });
         }
-        let workspace = Mutex::new(Workspace::new(gpu.stream())?);
-        let shared = Shared { technique, gpu: gpu.clone(), programs: Programs::new(gpu.clone()), workspace };
-        Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, best_instruction_set())? })
+        let host = Simd::new(num_threads, best_instruction_set())?;
+        let shared = Shared {
+            technique,
+            gpu: gpu.clone(),
+            programs: Programs::new(gpu.clone()),
+            workspace: Mutex::new(Workspace::new(gpu.stream())?),
+        };
+        Ok(Self { shared: Arc::new(shared), host })
     }
 }
 
@@ -92,7 +100,11 @@ impl Backend for Gpu {
 
     fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError> {
         checks::spec(&spec)?;
-        Ok(Box::new(experts::Builder::new(self.shared.clone(), spec, num_local_experts)))
+        Ok(Box::new(load::Builder::new(self.shared.clone(), spec, num_local_experts)?))
+    }
+
+    fn pool(&self) -> &ThreadPool {
+        self.host.pool()
     }
 
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {

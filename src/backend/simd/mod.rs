@@ -90,6 +90,10 @@ impl Backend for Simd {
         Ok(Box::new(experts::Builder::new(self.shared.clone(), spec, num_local_experts)))
     }
 
+    fn pool(&self) -> &ThreadPool {
+        &self.shared.pool
+    }
+
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {
         checks::linear(weight)?;
         let order = self.shared.kernels.order();

@@ -436,8 +436,8 @@ fn gpu_shared_expert_by_the_library_is_the_references() {
             continue;
         };
         num_served += 1;
-        let mut builder = reference().experts(spec, 1).unwrap();
-        builder.push(&tensors).unwrap();
+        let builder = reference().experts(spec, 1).unwrap();
+        builder.put(0, &tensors).unwrap();
         let on_host = builder.finish().unwrap();
         let all = bf16(rng.normals(300 * hidden));
         let mut buffers = AroundBuffers::new(&tools).unwrap();

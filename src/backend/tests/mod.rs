@@ -140,9 +140,9 @@ impl Case {
     }
 
     pub(super) fn pack(&self, backend: &Arc<dyn Backend>) -> Box<dyn Experts> {
-        let mut builder = backend.experts(self.spec, self.experts.len()).unwrap();
-        for expert in &self.experts {
-            builder.push(expert).unwrap();
+        let builder = backend.experts(self.spec, self.experts.len()).unwrap();
+        for (local, expert) in self.experts.iter().enumerate() {
+            builder.put(local, expert).unwrap();
         }
         builder.finish().unwrap()
     }

@@ -30,9 +30,9 @@ fn widths_that_16_does_not_divide_are_refused() {
 fn shapes_of_another_layer_are_refused() {
     let mut rng = Rng::new(31);
     for backend in [reference(), simd(1, InstructionSet::Scalar)] {
-        let mut builder = backend.experts(spec(64, 32, false), 1).unwrap();
+        let builder = backend.experts(spec(64, 32, false), 1).unwrap();
         let wrong = expert(&mut rng, &spec(32, 64, false), Format::Nvfp4);
-        assert_refused(builder.push(&wrong), "gate is [64, 32], the layer wants [32, 64]");
+        assert_refused(builder.put(0, &wrong), "gate is [64, 32], the layer wants [32, 64]");
     }
 }
 
@@ -55,9 +55,9 @@ fn quantised_activations_without_an_input_scale_are_refused() {
         let ProjectionData::Nvfp4 { input_scale, .. } = &mut without.down.data else { unreachable!() };
         *input_scale = None;
         let message = "quantised activations need an input_scale on down; give --activations bf16 to run without";
-        assert_refused(backend.experts(spec, 1).unwrap().push(&without), message);
+        assert_refused(backend.experts(spec, 1).unwrap().put(0, &without), message);
         let unquantised = expert(&mut rng, &spec, Format::Bf16);
-        assert_refused(backend.experts(spec, 1).unwrap().push(&unquantised), message);
+        assert_refused(backend.experts(spec, 1).unwrap().put(0, &unquantised), message);
     }
 }
 
@@ -74,8 +74,8 @@ fn packed_weights_take_the_bytes_of_the_raw_ones() {
     let expert = expert(&mut rng, &spec, Format::Nvfp4);
     let raw = 3 * (512 * 272 / 2 + 512 * 272 / 16) as u64;
     for backend in [reference(), simd(1, best_instruction_set())] {
-        let mut builder = backend.experts(spec, 1).unwrap();
-        builder.push(&expert).unwrap();
+        let builder = backend.experts(spec, 1).unwrap();
+        builder.put(0, &expert).unwrap();
         let experts = builder.finish().unwrap();
         assert_eq!(experts.weight_bytes(), raw, "{}", backend.technique());
         let bound = experts.workspace_bytes(1024);

@@ -81,9 +81,9 @@ pub(super) fn pack(
     num_experts: usize,
     noise: &mut Noise,
 ) -> Result<Box<dyn Experts>, BackendError> {
-    let mut builder = backend.experts(spec, num_experts)?;
-    for _ in 0..num_experts {
-        builder.push(&noise.expert(&spec))?;
+    let builder = backend.experts(spec, num_experts)?;
+    for local in 0..num_experts {
+        builder.put(local, &noise.expert(&spec))?;
     }
     builder.finish()
 }

@@ -15,6 +15,7 @@ pub(super) fn new_report(world: &World, job: &Job<'_>, session: &Session, share:
         num_tokens: share.rows.len() as u64,
         num_threads: job.num_threads,
         bytes_read: BytesReport { experts: bytes_read.experts, replicated: bytes_read.replicated },
+        load_experts_s: session.experts_elapsed().as_secs_f64(),
         weight_bytes: session.layers().iter().map(MoeLayer::weight_bytes).sum(),
         planned_bytes: session.buffers().total_bytes(),
         peak_rss_bytes: 0,

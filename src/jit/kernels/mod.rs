@@ -7,6 +7,7 @@ mod echo;
 mod gated;
 pub mod grouped_gemm;
 pub mod nvlink;
+mod pack;
 mod probes;
 mod schedule;
 mod topk;
@@ -15,6 +16,7 @@ pub use ceilings::{ReadAll, ReadArgs};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use echo::{EchoArgs, EchoKernel};
 pub use gated::{Gated, GatedArgs};
+pub use pack::{PackArgs, PackKernels};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use schedule::{BatchSchedules, Chooser, Family};
 pub use topk::{TopkArgs, TopkVariant};
@@ -33,7 +35,8 @@ use grouped_gemm::{GatherTokens, Gathering, GroupedGemm, Weights};
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
-    let around = around.chain([nvlink::NvlinkKernels.request(arch), EchoKernel { hidden: 3584 }.request(arch)]);
+    let around = around.chain([nvlink::NvlinkKernels.request(arch), PackKernels.request(arch)]);
+    let around = around.chain([EchoKernel { hidden: 3584 }.request(arch)]);
     let others =
         [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch), gated::all(arch)];
     others.into_iter().flatten().chain(around).collect()
@@ -74,10 +77,10 @@ pub fn travel(problem: &Problem, decision: &LayerDecision, arch: Arch) -> Vec<Ke
     .collect()
 }
 
-/// Every kernel that `chooser` may give to a layer's experts, routed and shared.
+/// Every kernel that `chooser` may give to a layer's experts, routed and shared, and what packs their weights.
 #[must_use]
 pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arch: Arch) -> Vec<KernelRequest> {
-    let mut requests = Vec::new();
+    let mut requests = vec![PackKernels.request(arch)];
     for group in problem.groups() {
         let (Ok(hidden), Ok(intermediate)) = (u32::try_from(group.hidden), u32::try_from(group.intermediate)) else {
             continue; // wider than any kernel; whoever packs such weights says so
@@ -99,6 +102,9 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
     }
     requests
 }
+
+#[cfg(test)]
+mod counts;
 
 #[cfg(test)]
 mod tests {

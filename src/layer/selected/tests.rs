@@ -112,7 +112,7 @@ fn load(
         placement,
         rank: Rank(0),
         batch_invariant: false,
-        progress: &|| {},
+        progress: &|_| {},
     };
     let decision: LayerDecision = plan.decision;
     let loaded = loader.load(&plan.manifest, &decision).expect("loads");

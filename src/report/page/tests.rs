@@ -69,7 +69,7 @@ impl Made {
         let bytes_to: Vec<u64> = (0..self.num_ranks).map(|to| 1000 * (1 + to as u64)).collect();
         serde_json::from_value(serde_json::json!({
             "rank": rank, "host": format!("{}-{}", self.name, rank / 8), "num_tokens": 3, "num_threads": 1,
-            "bytes_read": {"experts": 1, "replicated": 2}, "weight_bytes": 3, "planned_bytes": 4, "peak_rss_bytes": 5,
+            "bytes_read": {"experts": 1, "replicated": 2}, "load_experts_s": 0.5, "weight_bytes": 3, "planned_bytes": 4, "peak_rss_bytes": 5,
             "rows_sent": 6, "rows_received": 7, "dispatch_bytes_sent": 8, "links": LinkBytes::default(), "bytes_to": bytes_to, "step_collectives": 9,
             "launches": (0..self.num_layers).map(launch).collect::<Vec<_>>(),
             "layers": (0..self.num_layers).map(of_layer).collect::<Vec<_>>(),

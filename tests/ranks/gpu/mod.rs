@@ -10,6 +10,7 @@
 mod bits;
 mod cache;
 mod cases;
+mod counts;
 mod hazards;
 mod layers;
 mod limits;
