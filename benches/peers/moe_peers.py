@@ -18,13 +18,14 @@ of L2 may keep a part.
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forms
 import layers
+import lockstep
 import tables
 from layers import Geometry
 
@@ -37,7 +38,6 @@ GEOMETRIES = {
     "k3-ep2": Geometry("kimi-k3", 448, 3584, 3072, "situ"),
 }
 STARTED = time.monotonic()
-SKEWED_FORMS = "log-normal,one-hot,third-empty,ragged"
 
 
 def parse() -> argparse.Namespace:
@@ -52,56 +52,63 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_lockstep(geometry: Geometry, activations: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The reports of even and of skewed rows."""
-    reports = []
-    for forms, rows in (("uniform", options.even), (SKEWED_FORMS, options.skewed)):
-        command = [
-            *(options.lockstep, "bench", "--backend", "wgmma", "--json", "--geometry", geometry.model),
-            *("--experts", str(geometry.num_experts), "--rows", forms, "--rows-per-expert", rows),
-            *("--activations", activations, "--repeats", str(options.repeats), "--alone"),
-            *(("--cache-dir", options.cache_dir) if options.cache_dir else ()),
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        reports.append(json.loads(done.stdout))
-    return reports
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def make_lines(num_experts: int, options: argparse.Namespace) -> list[forms.Line]:
+    even = [forms.even(num_experts, mean) for mean in numbers(options.even)]
+    return even + [forms.skewed(form, num_experts, mean) for form in forms.SKEWED for mean in numbers(options.skewed)]
 
 
 def say(what: str) -> None:
     print(f"[{time.monotonic() - STARTED:5.0f} s] {what}", file=sys.stderr, flush=True)
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is known of a geometry, as RESULTS/GEOMETRY.json has it."""
-    geometry = GEOMETRIES[name]
-    say(f"{name}: lockstep")
-    before = run_lockstep(geometry, "bf16", options)
-    quantised = run_lockstep(geometry, "quantised", options)
-    say(f"{name}: peers")
-    lines = [row["counts"] for report in before for row in report["rows"]]
-    peers = layers.time_peers(geometry, lines, options.repeats)
-    layers.give_memory_back()
-    say(f"{name}: lockstep again")
-    after = run_lockstep(geometry, "bf16", options)
-    return {
-        "name": name,
-        "geometry": dataclasses.asdict(geometry),
-        "command": " ".join(sys.argv),
-        "versions": layers.versions(),
-        "before": before,
-        "quantised": quantised,
-        "peers": peers,
-        "after": after,
-    }
+class Measurement:
+    """What is known of a geometry: RESULTS/GEOMETRY.json and its table, which a run that is cut off leaves as far as it came."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.options, self.geometry = name, options, GEOMETRIES[name]
+        self.lines = make_lines(self.geometry.num_experts, options)
+        self.result: dict[str, Any] = {
+            "name": name,
+            "geometry": dataclasses.asdict(self.geometry),
+            "command": " ".join(sys.argv),
+            "versions": layers.versions(),
+            "lines": [dataclasses.asdict(line) for line in self.lines],
+        }
+
+    def run(self) -> None:
+        self._keep("before", self._lockstep("bf16"))
+        self._keep("quantised", self._lockstep("quantised"))
+        say(f"{self.name}: peers")
+        peers = layers.time_peers(self.geometry, [line.counts for line in self.lines], self.options.repeats)
+        layers.give_memory_back()
+        self._keep("peers", peers)
+        self._keep("after", self._lockstep("bf16"))
+
+    def _lockstep(self, activations: str) -> dict[str, Any]:
+        say(f"{self.name}: lockstep, {activations}")
+        options = self.options
+        bench = [
+            *("--backend", "wgmma", "--geometry", self.geometry.model, "--experts", str(self.geometry.num_experts)),
+            *("--activations", activations, "--alone", "--repeats", str(options.repeats)),
+        ]
+        return lockstep.bench(options.lockstep, bench, [line.counts for line in self.lines], options.cache_dir)
+
+    def _keep(self, key: str, value: Any) -> None:
+        self.result[key] = value
+        (self.options.out / f"{self.name}.json").write_text(json.dumps(self.result, indent=1))
 
 
 def main() -> None:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.geometry or GEOMETRIES:
-        result = measure(name, options)
-        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1))
-        table = tables.of_layer(result)
+        measurement = Measurement(name, options)
+        measurement.run()
+        table = tables.of_layer(measurement.result)
         (options.out / f"{name}.md").write_text(table)
         print(table, flush=True)
 

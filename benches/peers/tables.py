@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Cell = str | float | int | None
-SLACK = 1.15  # of the floor
-QUANTISED_SLACK = 1.05
+BEHIND, ABOVE, DEARER = "behind a peer", "more than 15 % over the floor", "quantised more than 5 % dearer"
 
 
 def text(cell: Cell) -> str:
@@ -33,69 +32,71 @@ def listed(what: str, rows: Sequence[str]) -> str:
     return f"- {what}: {', '.join(rows) if rows else 'none'}.\n"
 
 
-def line_name(row: dict[str, Any]) -> str:
-    return f"{row['form'].replace('_', ' ')} {row['rows_per_expert']}"
-
-
 def of_layer(result: dict[str, Any]) -> str:
-    """A table of `moe_peers.py`, and the rows that lose."""
-
-    def rows(key: str) -> list[dict[str, Any]]:
-        return [row for report in result[key] for row in report["rows"]]
-
+    """A table of `moe_peers.py`, and the lines that lose. The slower of before and after is compared."""
+    reports = [result["before"], *([result["after"]] if "after" in result else [])]
     names = list(result["peers"][0]["peers"])
-    table, behind, above, dearer = [], [], [], []
-    for before, after, quantised, beside in zip(
-        rows("before"), rows("after"), rows("quantised"), result["peers"], strict=True
-    ):
-        if not before["counts"] == after["counts"] == quantised["counts"] == beside["counts"]:
-            raise ValueError(f"{line_name(before)} is not over the same rows everywhere")
-        slower = max(before, after, key=lambda row: row["median_us"])
-        peers_us = [beside["peers"][name]["median_us"] for name in names]
-        ratio = slower["median_us"] / min(peers_us)
-        if ratio > 1:
-            behind.append(line_name(before))
-        if slower["median_us"] > SLACK * slower["floor_us"]:
-            above.append(f"{line_name(before)} ({slower['floor_us'] / slower['median_us']:.2f})")
-        if quantised["median_us"] > QUANTISED_SLACK * slower["median_us"]:
-            dearer.append(f"{line_name(before)} ({quantised['median_us'] / slower['median_us']:.2f})")
-        is_bound_by_flops = (before["flops_floor_us"] or 0) > before["memory_floor_us"]
+    table = []
+    losing: dict[str, list[str]] = {kind: [] for kind in (BEHIND, ABOVE, DEARER)}
+    for index, line in enumerate(result["lines"]):
+        ours = [report["rows"][index] for report in reports]
+        quantised, beside = result["quantised"]["rows"][index], result["peers"][index]
+        name = f"{line['form']} {line['mean']}"
+        if any(row["counts"] != line["counts"] for row in (*ours, quantised, beside)):
+            raise ValueError(f"{name} is not over the same rows everywhere")
+        slower = max(ours, key=lambda row: row["median_us"])
+        peers_us = [beside["peers"][peer]["median_us"] for peer in names]
+        of_peer, of_floor = slower["median_us"] / min(peers_us), slower["floor_us"] / slower["median_us"]
+        of_bf16 = quantised["median_us"] / ours[0]["median_us"]
+        for kind, loses, figure in (
+            (BEHIND, of_peer > 1, of_peer),
+            (ABOVE, of_floor < 1 / 1.15, of_floor),
+            (DEARER, of_bf16 > 1.05, of_bf16),
+        ):
+            if loses:
+                losing[kind].append(f"{name} ({figure:.2f})")
         table.append(
             [
-                before["form"].replace("_", " "),
-                before["rows_per_expert"],
-                before["num_experts_hit"],
-                before["median_us"],
-                after["median_us"],
-                min(before["min_us"], after["min_us"]),
+                line["form"],
+                line["mean"],
+                slower["num_experts_hit"],
+                *(row["median_us"] for row in ours),
+                min(row["min_us"] for row in ours),
                 slower["floor_us"],
-                "flops" if is_bound_by_flops else "memory",
-                f"{slower['floor_us'] / slower['median_us']:.2f}",
+                "flops" if (slower["flops_floor_us"] or 0) > slower["memory_floor_us"] else "memory",
+                f"{of_floor:.2f}",
                 quantised["median_us"],
                 *peers_us,
                 beside["dense_tflops"],
-                f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}",
+                f"**{of_peer:.2f}**" if of_peer > 1 else f"{of_peer:.2f}",
             ]
         )
     head = [
-        *("rows", "an expert", "hit", "ours", "after", "least", "floor", "by", "of floor", "quantised"),
-        *(*names, "cuBLAS TFLOPS", "of the better peer"),
+        *("rows", "an expert", "hit", "ours", *(["after"] if len(reports) > 1 else []), "least"),
+        *("floor", "by", "of floor", "quantised", *names, "cuBLAS TFLOPS", "of the better peer"),
     ]
-    of_machine = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     geometry = result["geometry"]
-    ceilings = [report["ceilings"] for key in ("before", "after") for report in result[key]]
-    copied = "{:.2f} to {:.2f}".format(*span(ceiling["read_tbyte_per_s"] for ceiling in ceilings))
-    dense = "{:.0f} to {:.0f}".format(*span(ceiling["dense_tflops"] or 0.0 for ceiling in ceilings))
+    copied, dense = (
+        [report["ceilings"][key] or 0.0 for report in reports] for key in ("read_tbyte_per_s", "dense_tflops")
+    )
     return (
-        f"### {result['name']}: {geometry['num_experts']} experts of {geometry['hidden']} x {geometry['intermediate']}\n\n"
+        f"### {result['name']}: {geometry['num_experts']} experts of {geometry['hidden']} x {geometry['intermediate']}"
+        "\n\n"
         f"    {result['command']}\n\n"
-        f"{of_machine}. us, medians; copied at {copied} TB/s, cublasLt at {dense} TFLOPS between our lines.\n\n"
+        f"{of_machine(result)}. us, medians. The floor is of {spans(copied, 2)} TB/s copied and {spans(dense, 0)} TFLOPS of\n"
+        f"cublasLt in our own runs; cuBLAS stands beside the peers.\n\n"
         + markdown(head, table)
         + "\n"
-        + listed("Behind a peer", behind)
-        + listed("More than 15 % over the floor", above)
-        + listed("Quantised activations more than 5 % dearer", dearer)
+        + "".join(listed(kind.capitalize(), lines) for kind, lines in losing.items())
     )
+
+
+def of_machine(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in result["versions"].items())
+
+
+def spans(values: Sequence[float], digits: int) -> str:
+    return " to ".join(f"{value:.{digits}f}" for value in sorted(values))
 
 
 def of_travel(result: dict[str, Any]) -> str:
@@ -143,19 +144,14 @@ def of_travel(result: dict[str, Any]) -> str:
         *(f"combine {transport}" for transport in transports),
         *("combine torch", "all three, of the peers'"),
     ]
-    of_machine = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     lists = (listed(f"Behind in {phase}, tokens a rank", tokens) for phase, tokens in behind.items())
     return (
-        f"### {result['name']}, two ranks\n\n    {result['command']}\n\n{of_machine}. us, medians of the slowest rank.\n\n"
+        f"### {result['name']}, two ranks\n\n    {result['command']}\n\n"
+        f"{of_machine(result)}. us, medians of the slowest rank.\n\n"
         + markdown(head, table)
         + "\n"
         + "".join(lists)
     )
-
-
-def span(values: Iterable[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[0], ordered[-1]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ over the rows that it has then: lockstep's and torch's (bf16 weights), as `moe_p
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import layers
+import lockstep
 import pipeline
 import tables
 
@@ -56,33 +56,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_lockstep(launcher: str, bench: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The report of `lockstep bench`."""
-    cache = ["--cache-dir", options.cache_dir] if options.cache_dir else []
-    command = [*shlex.split(launcher), options.lockstep, "bench", "--json", *bench, *cache]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-
-
 def time_travel(model: str, payload: str, options: argparse.Namespace) -> dict[str, Any]:
     """lockstep's report of dispatch and combine."""
     bench = [
         *("--travel", "--geometry", model, "--payload", payload, "--tokens", options.tokens),
         *("--transports", options.transports, "--repeats", str(options.repeats)),
     ]
-    return run_lockstep(f"{options.mpirun} -n {NUM_RANKS}", bench, options)
+    launcher = [*shlex.split(options.mpirun), "-n", str(NUM_RANKS)]
+    return lockstep.bench(options.lockstep, bench, cache_dir=options.cache_dir, launcher=launcher)
 
 
 def time_layer(model: str, payload: str, lines: list[list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """lockstep's report of the layer over so many rows of each expert."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as counts:
-        json.dump(lines, counts)
-        counts.flush()
-        bench = [
-            *("--backend", "wgmma", "--geometry", model, "--experts", str(GEOMETRIES[model].num_experts)),
-            *("--counts", counts.name, "--activations", ACTIVATIONS[payload]),
-            *("--alone", "--repeats", str(options.repeats)),
-        ]
-        return run_lockstep("", bench, options)
+    bench = [
+        *("--backend", "wgmma", "--geometry", model, "--experts", str(GEOMETRIES[model].num_experts)),
+        *("--activations", ACTIVATIONS[payload], "--alone", "--repeats", str(options.repeats)),
+    ]
+    return lockstep.bench(options.lockstep, bench, lines, options.cache_dir)
 
 
 def torch_rank(rank: int, rendezvous: str, options: argparse.Namespace) -> None:

@@ -74,10 +74,11 @@ pub(super) fn run(
     let mut beside = Beside { reading: layer.reading()?, dense, reading_us: Vec::new(), dense_us: Vec::new() };
     let repeats = args.repeats.unwrap_or(REPEATS);
     if args.alone {
+        beside.run_alone(repeats)?;
         for line in &mut lines {
             alone(repeats, || line.work.run(), &mut line.times_us)?;
-            beside.run_alone(repeats)?;
         }
+        beside.run_alone(repeats)?;
     } else {
         for _ in 0..repeats {
             for line in &mut lines {

@@ -54,7 +54,7 @@ pub enum DenseBaseline {
     Missing(String),
 }
 
-/// What a time is compared with; medians of runs between the lines'.
+/// What a time is compared with: medians of runs between the lines', or before and behind lines that were measured alone.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct GpuCeilings {
     /// All weights read once, and nothing computed.
@@ -214,8 +214,8 @@ impl fmt::Display for GpuReport {
         };
         writeln!(
             f,
-            "measured between the lines{}: {:.2} TB/s of weights copied and not used, {dense}",
-            if self.alone { ", each of which ran alone on a card that had rested" } else { "" },
+            "measured {}: {:.2} TB/s of weights copied and not used, {dense}",
+            if self.alone { "alone on a rested card, as each line was" } else { "between the lines" },
             self.ceilings.read_tbyte_per_s
         )?;
         writeln!(
