@@ -7,6 +7,7 @@ mod agreement;
 mod gpu;
 mod gpu_report;
 mod load;
+mod markdown;
 mod plot;
 mod report;
 mod rows;
@@ -25,6 +26,7 @@ use crate::checkpoint::{self, CheckpointError};
 use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
+use crate::gpu::Kernels;
 use crate::numerics::activation::Activation;
 use crate::select::InstructionSet;
 use crate::select::tactics::TacticError;
@@ -36,7 +38,7 @@ pub use load::{LoadArgs, LoadReport};
 use plot::Plot;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
-pub use rows::RowForm;
+pub use rows::{CountsError, RowForm};
 pub use travel::TravelArgs;
 use work::{Machine, Noise, Work, pack};
 
@@ -73,6 +75,9 @@ pub struct BenchArgs {
     /// How rows fall on experts, on GPUs; on CPUs all experts have as many.
     #[arg(long, value_enum, value_name = "FORM,...", value_delimiter = ',', default_value = "uniform")]
     pub rows: Vec<RowForm>,
+    /// Rows of each expert on a GPU, a line of the table for each list in this JSON file: [[rows of expert 0, ...], ...].
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "rows_per_expert", "agreement", "travel"])]
+    pub counts: Option<PathBuf>,
     /// The technique: simd, reference, wgmma or mma_sync. The last two time what a GPU does, with weights that no cache
     /// holds, as replays of a graph.
     #[arg(long, value_name = "NAME", default_value = "simd")]
@@ -95,6 +100,13 @@ pub struct BenchArgs {
     /// Measurements of which the median is printed; absent: 9, on GPUs 30.
     #[arg(long, value_name = "N")]
     pub repeats: Option<usize>,
+    /// Measures a GPU's lines one after the other, each on a card that has rested, instead of in turns.
+    #[arg(long, conflicts_with_all = ["agreement", "travel"])]
+    pub alone: bool,
+    /// Where a GPU's compiled kernels are looked for and kept, in the shared layer that `lockstep warmup` fills; absent: all are
+    /// compiled.
+    #[arg(long, value_name = "DIR", conflicts_with = "agreement")]
+    pub cache_dir: Option<PathBuf>,
     /// Also draws time against rows into this file, as SVG, with what memory and arithmetic allow.
     #[arg(long, value_name = "FILE", conflicts_with = "agreement")]
     pub plot: Option<PathBuf>,
@@ -107,6 +119,17 @@ pub struct BenchArgs {
     /// What --travel times.
     #[command(flatten)]
     pub travel: TravelArgs,
+}
+
+impl BenchArgs {
+    /// Where a GPU's kernels come from.
+    fn kernels(&self, env: &EnvVars) -> Kernels {
+        let nvrtc = env.nvrtc().map(str::to_owned);
+        match self.cache_dir.clone() {
+            Some(cache_dir) => Kernels::Kept { nvrtc, cache_dir },
+            None => Kernels::OnDemand(nvrtc),
+        }
+    }
 }
 
 /// Models whose experts can be timed.
@@ -169,6 +192,15 @@ pub enum BenchError {
         /// As given.
         backend: String,
     },
+    /// CPUs time even rows.
+    #[error("--counts is for GPUs alone, and {backend} runs on CPUs: give --backend wgmma or mma_sync")]
+    CountsOnCpu {
+        /// As given.
+        backend: String,
+    },
+    /// The file of `--counts`.
+    #[error("--counts")]
+    Counts(#[from] CountsError),
     /// The backend refuses.
     #[error("cannot set up the expert computation")]
     Backend(#[from] BackendError),
@@ -188,7 +220,9 @@ fn tuning(text: &str) -> Result<Tuning, String> {
 impl Classify for BenchError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } => Exit::BadInput,
+            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } | Self::CountsOnCpu { .. } | Self::Counts(_) => {
+                Exit::BadInput
+            }
             Self::Backend(error) => error.exit(),
             Self::Tactics(error) => error.exit(),
             Self::Plot(error) => error.exit(),
@@ -213,7 +247,7 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
         return match args.repeats.unwrap_or(REPEATS) {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
-            repeats => travel::command(&args.travel, (geometry, &args.rows, repeats), args.json, env),
+            repeats => travel::command(args, (geometry, repeats), env),
         };
     }
     let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);
@@ -254,6 +288,9 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
     let (spec, isa) = (checked(args)?, args.isa.unwrap_or_else(best_instruction_set));
     if args.rows != [RowForm::Uniform] {
         return Err(BenchError::Rows { backend: args.backend.clone() });
+    }
+    if args.counts.is_some() {
+        return Err(BenchError::CountsOnCpu { backend: args.backend.clone() });
     }
     let repeats = args.repeats.unwrap_or(REPEATS);
     let host = backend::Machine { num_threads: args.threads, isa: Some(isa), ..backend::Machine::default() };
@@ -434,6 +471,10 @@ mod tests {
             (
                 "--hidden 64 --intermediate 48 --rows one-hot",
                 "--rows has a form for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
+            ),
+            (
+                "--hidden 64 --intermediate 48 --counts f.json",
+                "--counts is for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
             ),
         ] {
             let error = bench(line).unwrap_err();

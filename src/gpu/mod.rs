@@ -96,6 +96,14 @@ impl Gpu {
         self.0.modules.get(self.device(), request)
     }
 
+    /// Loads modules that will be asked for; where kernels are compiled on demand, all of them at once.
+    ///
+    /// # Errors
+    /// If one does not compile or load.
+    pub fn load(&self, requests: Vec<KernelRequest>) -> Result<(), GpuError> {
+        self.0.modules.load(self.device(), requests)
+    }
+
     /// A kernel by its name, of a module as [`Gpu::module`] gives it, that may take `shared_bytes` of dynamic shared memory.
     ///
     /// # Errors
