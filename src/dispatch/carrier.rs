@@ -6,7 +6,8 @@ use crate::config::{Choice, Transport};
 use crate::cuda::{CudaError, DeviceBuffer};
 use crate::dispatch::counts::Miscount;
 use crate::dispatch::nvlink::NvlinkError;
-use crate::exit::{Classify, Exit};
+use crate::dispatch::passing::ForwardError;
+use crate::exit::{Classify, Exit, Known};
 use crate::gpu::GpuError;
 use crate::nccl::NcclError;
 use crate::world::World;
@@ -26,6 +27,9 @@ pub enum CarryError {
     /// This rank's GPU is not to be trusted.
     #[error(transparent)]
     Miscount(#[from] Miscount),
+    /// Tokens were not passed on.
+    #[error(transparent)]
+    Forward(#[from] ForwardError),
 }
 
 impl From<NcclError> for CarryError {
@@ -59,6 +63,14 @@ impl Classify for CarryError {
             Self::Nvlink(error) => error.exit(),
             Self::Gpu(error) => error.exit(),
             Self::Miscount(_) => Exit::WrongResult,
+            Self::Forward(error) => error.exit(),
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Forward(error) => error.known(),
+            Self::Nccl(_) | Self::Nvlink(_) | Self::Gpu(_) | Self::Miscount(_) => Known::Here,
         }
     }
 }

@@ -9,8 +9,9 @@ use std::rc::Rc;
 use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::capacity::Capacity;
-use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages, Way};
+use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages, TwoLevels, Way};
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::nodes::Nodes;
 use crate::fault::{Action, Stage};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
@@ -81,10 +82,17 @@ impl OnGpu {
         Ok(Self { gpu: gpu.clone(), memory, input })
     }
 
-    /// A layer's way.
-    pub fn route(&self, forms: Forms, rank: Rank, (way, layer): (Way, LayerIdx)) -> Result<DeviceRoute, GpuError> {
+    /// A layer's way, in two levels where there are nodes.
+    pub fn route(
+        &self,
+        forms: Forms,
+        (rank, nodes): (Rank, Option<Rc<Nodes>>),
+        (way, layer): (Way, LayerIdx),
+    ) -> Result<DeviceRoute, GpuError> {
         let stages = Stages::new(&self.gpu, forms, rank)?;
-        Ok(DeviceRoute { on: self.clone(), transport: DeviceTransport::new(&self.gpu, stages, way, layer) })
+        let levels = nodes.map(|nodes| TwoLevels::new(&self.gpu, forms, (rank, nodes))).transpose()?;
+        let transport = DeviceTransport::new(&self.gpu, stages, way, layer).with_levels(levels);
+        Ok(DeviceRoute { on: self.clone(), transport })
     }
 }
 
@@ -155,14 +163,14 @@ impl MoeLayer {
         let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         for chunk in 0..chunks.num_chunks {
             let (tokens, num_topk) = (chunks.tokens(chunk, brought.num_tokens), brought.num_topk);
-            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step };
+            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk };
             world.fault(Stage::Dispatch)?;
             if world.has_fault(Stage::Experts, &Action::Poison) {
                 buffers.poison(gpu)?;
             }
             timers.mark(gpu)?;
             let handle = route.transport.dispatch(world, buffers, &tokens, chunks.chunk_tokens)?;
-            self.count_chunk(world, &handle, stats);
+            self.count_chunk(&handle, stats);
             world.fault(Stage::Experts)?;
             timers.mark(gpu)?;
             let offsets = &handle.received.expert_offsets;
@@ -197,15 +205,15 @@ impl MoeLayer {
     }
 
     /// What the host knows of a chunk.
-    fn count_chunk(&self, world: &World, handle: &DeviceHandle, stats: &mut LayerStats) {
-        let DeviceHandle { sent, received, .. } = handle;
+    fn count_chunk(&self, handle: &DeviceHandle, stats: &mut LayerStats) {
+        let received = &handle.received;
         let quantised = match (self.travel.payload, self.input_scale) {
-            (PayloadForm::Nvfp4 { .. }, _) => sent.num_tokens.iter().sum(),
+            (PayloadForm::Nvfp4 { .. }, _) => handle.num_packed,
             (_, Some(_)) => received.total_tokens(),
             (_, None) => 0,
         };
         stats.fc1_input.num_blocks += (quantised * (self.geometry.expert_hidden / BLOCK)) as u64;
-        stats.num_tokens_sent += sent.num_remote(world.rank()) as u64;
+        stats.num_tokens_sent += handle.num_sent_remote as u64;
         stats.num_tokens_received += received.total_tokens() as u64;
         for (rows, pair) in stats.rows_per_expert.iter_mut().zip(received.expert_offsets.windows(2)) {
             *rows += (pair[1] - pair[0]) as u64;

@@ -155,6 +155,7 @@ impl Classify for LayerError {
         match self {
             Self::Refused(error) => error.known(),
             Self::Jit(error) => error.known(),
+            Self::Carry(error) => error.known(),
             Self::Forward(error) => error.known(),
             _ => Known::Here,
         }

@@ -438,7 +438,7 @@ fn load_layers(
         let route = |(on_gpu, way): (&OnGpu, Way)| {
             let is_quantised = matches!(travel.payload, PayloadForm::Nvfp4 { .. });
             let forms = Forms { travel, quantise: input_scale.filter(|_| !is_quantised) };
-            on_gpu.route(forms, world.rank(), (way, decision.layer))
+            on_gpu.route(forms, (world.rank(), nodes.clone()), (way, decision.layer))
         };
         let device = world.agree(on_gpu.zip(way).map(route).transpose())?;
         let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));

@@ -13,6 +13,7 @@ use crate::dispatch::region::{Flag, MAX_PEERS};
 use crate::dispatch::travel::Travel;
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::Rank;
+use crate::jit::KernelRequest;
 use crate::jit::kernels::dispatch::{
     COUNT_BYTES_PER_RANK, CombineArgs, DispatchArgs, INDEX_BYTES_PER_EXPERT, NUM_THREADS, PACK_BYTES_PER_SLOT,
     ReceiveArgs, TravelKernels, WARP,
@@ -55,9 +56,7 @@ pub struct Stages {
     gpu: Gpu,
     forms: Forms,
     rank: Rank,
-    count: Function,
-    sum_sent: Function,
-    pack: Function,
+    pub(super) leaving: LeavingKernels,
     index: Function,
     sum_received: Function,
     unpack: Function,
@@ -65,22 +64,41 @@ pub struct Stages {
     add: Function,
 }
 
+/// What numbers tokens that leave, or are passed on, and packs them.
+#[derive(Debug)]
+pub(super) struct LeavingKernels {
+    count: Function,
+    sum: Function,
+    pack: Function,
+}
+
+impl LeavingKernels {
+    pub fn new(gpu: &Gpu, request: KernelRequest, num_ranks: usize) -> Result<Self, GpuError> {
+        let count_bytes = COUNT_BYTES_PER_RANK * narrow(num_ranks);
+        Ok(Self {
+            count: gpu.function(request.clone(), TravelKernels::COUNT, count_bytes)?,
+            sum: gpu.function(request.clone(), TravelKernels::SUM, 0)?,
+            pack: gpu.function(request, TravelKernels::PACK, 0)?,
+        })
+    }
+}
+
 /// How tokens are cut into tiles; changes no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Tiles {
-    tokens: usize,
-    num: usize,
+pub(super) struct Tiles {
+    pub tokens: usize,
+    pub num: usize,
 }
 
 impl Tiles {
-    fn of(num_tokens: usize) -> Self {
+    pub fn of(num_tokens: usize) -> Self {
         let tokens = num_tokens.div_ceil(MAX_TILES).max(MIN_TILE_TOKENS);
         Self { tokens, num: num_tokens.div_ceil(tokens) }
     }
 }
 
 /// Numbers of tokens, slots and rows of a chunk fit in 32 bits, or its buffers fit no device.
-fn narrow(number: usize) -> u32 {
+pub(super) fn narrow(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
@@ -92,7 +110,6 @@ impl Stages {
     pub fn new(gpu: &Gpu, forms: Forms, rank: Rank) -> Result<Self, GpuError> {
         let (kernels, arch) = (forms.kernels(), gpu.arch());
         let placement = forms.travel.placement;
-        let count_bytes = COUNT_BYTES_PER_RANK * narrow(placement.num_ranks());
         let index_bytes = INDEX_BYTES_PER_EXPERT * narrow(placement.local_experts(rank).len());
         let [dispatch, receive, combine] = kernels.requests(arch);
         let (give_back, add) = match forms.travel.mode {
@@ -103,9 +120,7 @@ impl Stages {
             gpu: gpu.clone(),
             forms,
             rank,
-            count: gpu.function(dispatch.clone(), TravelKernels::COUNT, count_bytes)?,
-            sum_sent: gpu.function(dispatch.clone(), TravelKernels::SUM, 0)?,
-            pack: gpu.function(dispatch, TravelKernels::PACK, 0)?,
+            leaving: LeavingKernels::new(gpu, dispatch, placement.num_ranks())?,
             index: gpu.function(receive.clone(), TravelKernels::INDEX, index_bytes)?,
             sum_received: gpu.function(receive.clone(), TravelKernels::SUM, 0)?,
             unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
@@ -125,27 +140,51 @@ impl Stages {
     /// # Errors
     /// If there is no memory or the driver fails.
     pub fn count(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
-        let placement = self.forms.travel.placement;
-        let num_ranks = placement.num_ranks();
-        let num_slots = tokens.tokens.len() * tokens.num_topk;
-        let tiles = Tiles::of(tokens.tokens.len());
-        let num_words = SentCounts::num_words(placement);
+        let num_words = SentCounts::num_words(self.forms.travel.placement);
         if buffers.host_totals.len() != num_words {
             buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
             buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
         }
-        grow(&mut buffers.send_tiles, 2 * num_ranks * tiles.num)?;
-        grow(&mut buffers.slot_token, num_slots)?;
-        grow(&mut buffers.slot_home, num_slots)?;
-        buffers.totals.fill_bytes(self.gpu.stream(), 0)?;
+        self.grow_for_counts(buffers, (tokens.tokens.len(), tokens.num_topk))?;
         let args = self.dispatch_args(buffers, tokens)?;
-        let shared_bytes = COUNT_BYTES_PER_RANK * narrow(num_ranks);
-        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
-        self.launch(&self.count, shape, &args)?;
-        let num_columns = narrow(2 * num_ranks);
-        self.launch(&self.sum_sent, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), &args)?;
+        self.queue_counts(&self.leaving, buffers, &args)?;
         // SAFETY: `host_totals` is read when the mark has been waited for.
         Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?)
+    }
+
+    /// Room for the counts of so many tokens with so many slots.
+    pub(super) fn grow_for_counts(
+        &self,
+        buffers: &mut Buffers,
+        (num_tokens, num_topk): (usize, usize),
+    ) -> Result<(), GpuError> {
+        let num_columns = 2 * self.forms.travel.placement.num_ranks();
+        grow(&mut buffers.send_tiles, num_columns * Tiles::of(num_tokens).num)?;
+        grow(&mut buffers.slot_token, num_tokens * num_topk)?;
+        grow(&mut buffers.slot_home, num_tokens * num_topk)
+    }
+
+    /// Queues the counts of what `args` say, into `buffers.totals`.
+    pub(super) fn queue_counts(
+        &self,
+        kernels: &LeavingKernels,
+        buffers: &mut Buffers,
+        args: &DispatchArgs,
+    ) -> Result<(), GpuError> {
+        buffers.totals.fill_bytes(self.gpu.stream(), 0)?;
+        let shared_bytes = COUNT_BYTES_PER_RANK * args.num_ranks;
+        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
+        self.launch(&kernels.count, shape, args)?;
+        let num_columns = 2 * args.num_ranks;
+        self.launch(&kernels.sum, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), args)
+    }
+
+    /// Queues the packing of what was counted.
+    pub(super) fn queue_pack(&self, kernels: &LeavingKernels, args: &DispatchArgs) -> Result<(), GpuError> {
+        let shared_bytes = PACK_BYTES_PER_SLOT * args.num_topk;
+        kernels.pack.allow_dynamic_shared(shared_bytes)?;
+        let shape = self.one_by_one(args.num_tokens as usize, &args.raise);
+        self.launch(&kernels.pack, LaunchShape { shared_bytes, ..shape }, args)
     }
 
     /// Packs what was counted into `buffers.packed`, or straight into other ranks' rooms, which then hear of it.
@@ -167,13 +206,10 @@ impl Stages {
             args.rooms = push.rooms();
             args.raise = push.raise(Flag::Tokens);
         }
-        let shared_bytes = PACK_BYTES_PER_SLOT * narrow(num_topk);
-        self.pack.allow_dynamic_shared(shared_bytes)?;
-        let shape = self.one_by_one(num_tokens, &args.raise);
-        self.launch(&self.pack, LaunchShape { shared_bytes, ..shape }, &args)
+        self.queue_pack(&self.leaving, &args)
     }
 
-    fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
+    pub(super) fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
         let Travel { placement, payload, mode, row_form } = self.forms.travel;
         let DeviceTokens { values, ids, weights, tokens, num_topk, .. } = tokens;
         let of_tokens = |width: usize| tokens.start * width..tokens.end * width;
@@ -184,6 +220,7 @@ impl Stages {
             values: values.address_of(of_tokens(row_form.hidden))?,
             ids: ids.address_of(of_tokens(*num_topk))?,
             weights: weights.address_of(of_tokens(*num_topk))?,
+            entries: 0,
             totals: buffers.totals.address(),
             tiles: buffers.send_tiles.address(),
             slot_token: buffers.slot_token.address(),
@@ -192,6 +229,8 @@ impl Stages {
             home_rows: buffers.home_rows.address(),
             counts: buffers.counts.address_of(0..2)?,
             row_bytes: self.forms.travel.layout(*num_topk).row_bytes() as u64,
+            value_bytes: (row_form.hidden * size_of::<f32>()) as u64,
+            slot_stride: *num_topk as u64,
             num_tokens: narrow(tokens.len()),
             num_topk: narrow(*num_topk),
             num_ranks: narrow(placement.num_ranks()),

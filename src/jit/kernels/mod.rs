@@ -23,6 +23,7 @@ pub use topk::{TopkArgs, TopkVariant};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
+use crate::config::Levels;
 use crate::dispatch::travel::{combine_form, payload_form};
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
@@ -49,7 +50,7 @@ pub fn for_layer(problem: &Problem, decision: &LayerDecision, batch_invariant: b
     let families = if arch == Arch::Sm90a { &[Family::Wgmma, Family::MmaSync][..] } else { &[Family::MmaSync] };
     let choosers = families.iter().map(|&family| Chooser { family, batch_invariant });
     let products = choosers.flat_map(|chooser| products(problem, decision.activation, chooser, arch));
-    travel(problem, decision, arch).into_iter().chain(products).collect()
+    travel(problem, decision, Levels::Two, arch).into_iter().chain(products).collect()
 }
 
 /// The kernels of what surrounds a layer's routed experts; none where the host computes that.
@@ -62,19 +63,17 @@ pub fn around(geometry: &MoeGeometry, arch: Arch) -> Vec<KernelRequest> {
 
 /// The kernels that bring a layer's tokens to its experts and rows back.
 #[must_use]
-pub fn travel(problem: &Problem, decision: &LayerDecision, arch: Arch) -> Vec<KernelRequest> {
+pub fn travel(problem: &Problem, decision: &LayerDecision, levels: Levels, arch: Arch) -> Vec<KernelRequest> {
     // Wider than any kernel: whoever packs the layer's weights says so.
     let Ok(hidden) = u32::try_from(problem.hidden) else { return Vec::new() };
-    TravelKernels {
+    let kernels = TravelKernels {
         hidden,
         payload: payload_form(decision, 1.0),
         quantise: decision.quantise_activations,
         form: combine_form(decision),
-    }
-    .requests(arch)
-    .into_iter()
-    .chain([nvlink::NvlinkKernels.request(arch)])
-    .collect()
+    };
+    let passing_on = (levels == Levels::Two).then(|| kernels.forward(arch));
+    kernels.requests(arch).into_iter().chain(passing_on).chain([nvlink::NvlinkKernels.request(arch)]).collect()
 }
 
 /// Every kernel that `chooser` may give to a layer's experts, routed and shared, and what packs their weights.

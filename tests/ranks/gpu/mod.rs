@@ -15,6 +15,7 @@ mod hazards;
 mod layers;
 mod limits;
 mod nvlink;
+mod two_levels;
 
 use crate::support::compare::{Tolerance, assert_rows};
 use crate::support::gpu::GPU_BACKENDS;
