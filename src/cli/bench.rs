@@ -6,6 +6,7 @@
 mod agreement;
 mod gpu;
 mod gpu_report;
+mod layer;
 mod plot;
 mod report;
 mod rows;
@@ -30,6 +31,7 @@ use crate::select::tactics::TacticError;
 use super::failure::Failure;
 use super::output::{self, OutputError};
 pub use gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
+pub use layer::LayerArgs;
 use plot::Plot;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
@@ -53,7 +55,7 @@ pub struct BenchArgs {
         "isa", "threads", "activations", "rows"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
-    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement"])]
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement", "layer"])]
     pub geometry: Option<BenchGeometry>,
     /// Width of the experts' input and output.
     #[arg(long, value_name = "N")]
@@ -101,6 +103,9 @@ pub struct BenchArgs {
     /// What --travel times.
     #[command(flatten)]
     pub travel: TravelArgs,
+    /// What --layer times.
+    #[command(flatten)]
+    pub layer: LayerArgs,
 }
 
 /// Models whose experts can be timed.
@@ -163,6 +168,12 @@ pub enum BenchError {
         /// As given.
         backend: String,
     },
+    /// Whole layers are timed on GPUs.
+    #[error("--layer times GPUs, and {backend} runs on CPUs: give --backend wgmma or mma_sync")]
+    Layer {
+        /// As given.
+        backend: String,
+    },
     /// The backend refuses.
     #[error("cannot set up the expert computation")]
     Backend(#[from] BackendError),
@@ -182,7 +193,7 @@ fn tuning(text: &str) -> Result<Tuning, String> {
 impl Classify for BenchError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } => Exit::BadInput,
+            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } | Self::Layer { .. } => Exit::BadInput,
             Self::Backend(error) => error.exit(),
             Self::Tactics(error) => error.exit(),
             Self::Plot(error) => error.exit(),
@@ -199,6 +210,19 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
         return match args.repeats.unwrap_or(REPEATS) {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
             repeats => agreement::command(repeats, args.json, env),
+        };
+    }
+    if let Some(checkpoint) = &args.layer.layer {
+        let (activations, json, repeats) = (args.activations, args.json, args.repeats.unwrap_or(gpu::REPEATS));
+        let (tokens, backend) = (&args.layer.layer_tokens[..], &args.backend[..]);
+        let cache_dir = args.layer.layer_cache_dir.as_deref();
+        return match (repeats, cuda::family(backend)) {
+            (0, _) => Err(BenchError::Zero { option: "--repeats" }.into()),
+            (_, None) => Err(BenchError::Layer { backend: backend.to_owned() }.into()),
+            _ => layer::command(
+                &layer::Asked { checkpoint, cache_dir, tokens, backend, activations, repeats, json },
+                env,
+            ),
         };
     }
     if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {

@@ -26,6 +26,21 @@ pub enum CarryError {
     /// This rank's GPU is not to be trusted.
     #[error(transparent)]
     Miscount(#[from] Miscount),
+    /// What a step that no host followed has found differs from what it was told.
+    #[error(
+        "the device found {found_rows} rows of {found_tokens} tokens where it was told {num_rows} of {num_tokens}: its results \
+         can't be trusted; report this with the GPU's name and driver"
+    )]
+    Unsettled {
+        /// Tokens that the device unpacked.
+        found_tokens: usize,
+        /// Rows that it computed.
+        found_rows: usize,
+        /// Tokens that ranks told.
+        num_tokens: usize,
+        /// Rows that ranks told.
+        num_rows: usize,
+    },
 }
 
 impl From<NcclError> for CarryError {
@@ -58,7 +73,7 @@ impl Classify for CarryError {
             Self::Nccl(error) => error.exit(),
             Self::Nvlink(error) => error.exit(),
             Self::Gpu(error) => error.exit(),
-            Self::Miscount(_) => Exit::WrongResult,
+            Self::Miscount(_) | Self::Unsettled { .. } => Exit::WrongResult,
         }
     }
 }

@@ -9,7 +9,8 @@ use std::rc::Rc;
 use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::capacity::Capacity;
-use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages, Way};
+use crate::dispatch::counts::{ReceivedCounts, SentCounts};
+use crate::dispatch::device::{Buffers, DeviceTokens, DeviceTransport, Forms, LiveStep, Stages, Way};
 use crate::dispatch::layout::PayloadForm;
 use crate::fault::{Action, Stage};
 use crate::gpu::{Gpu, GpuError, grow};
@@ -26,16 +27,18 @@ use super::{LayerError, LayerStats, MoeLayer};
 #[derive(Clone)]
 pub(super) struct OnGpu {
     pub gpu: Gpu,
-    memory: Rc<RefCell<Memory>>,
+    pub memory: Rc<RefCell<Memory>>,
     input: Rc<RefCell<HostInput>>,
 }
 
 /// Memory that layers use one after the other.
-struct Memory {
-    buffers: Buffers,
-    timers: Timers,
+pub(super) struct Memory {
+    pub buffers: Buffers,
+    pub timers: Timers,
     /// The host's copy of `buffers.counts`.
-    counts: PinnedBuffer<u64>,
+    pub counts: PinnedBuffer<u64>,
+    /// Numbers of steps that no host follows.
+    pub live: LiveStep,
 }
 
 /// What comes from the host and goes back to it.
@@ -48,8 +51,8 @@ struct HostInput {
 
 /// How one layer's tokens travel between GPUs.
 pub(crate) struct DeviceRoute {
-    on: OnGpu,
-    transport: DeviceTransport,
+    pub(super) on: OnGpu,
+    pub(super) transport: DeviceTransport,
 }
 
 /// Tokens of this rank, on its device.
@@ -76,7 +79,7 @@ impl OnGpu {
         };
         let buffers = Buffers::new(gpu)?;
         let counts = PinnedBuffer::zeroed(device, buffers.counts.len())?;
-        let memory = Memory { buffers, timers: Timers::default(), counts };
+        let memory = Memory { buffers, timers: Timers::default(), counts, live: LiveStep::new(gpu)? };
         let (memory, input) = (Rc::new(RefCell::new(memory)), Rc::new(RefCell::new(input)));
         Ok(Self { gpu: gpu.clone(), memory, input })
     }
@@ -150,19 +153,19 @@ impl MoeLayer {
         let experts = self.experts_on_device()?;
         let chunks = self.chunks(world, capacity, brought, stats)?;
         let mut memory = route.on.memory.borrow_mut();
-        let Memory { buffers, timers, counts } = &mut *memory;
+        let Memory { buffers, timers, counts, .. } = &mut *memory;
         // What devices tell each other is another step's, though hosts agree on this one.
         let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         for chunk in 0..chunks.num_chunks {
             let (tokens, num_topk) = (chunks.tokens(chunk, brought.num_tokens), brought.num_topk);
-            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step };
+            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step, live_tokens: 0 };
             world.fault(Stage::Dispatch)?;
             if world.has_fault(Stage::Experts, &Action::Poison) {
                 buffers.poison(gpu)?;
             }
             timers.mark(gpu)?;
             let handle = route.transport.dispatch(world, buffers, &tokens, chunks.chunk_tokens)?;
-            self.count_chunk(world, &handle, stats);
+            self.count_chunk(world, (&handle.sent, &handle.received), stats);
             world.fault(Stage::Experts)?;
             timers.mark(gpu)?;
             let offsets = &handle.received.expert_offsets;
@@ -197,8 +200,12 @@ impl MoeLayer {
     }
 
     /// What the host knows of a chunk.
-    fn count_chunk(&self, world: &World, handle: &DeviceHandle, stats: &mut LayerStats) {
-        let DeviceHandle { sent, received, .. } = handle;
+    pub(super) fn count_chunk(
+        &self,
+        world: &World,
+        (sent, received): (&SentCounts, &ReceivedCounts),
+        stats: &mut LayerStats,
+    ) {
         let quantised = match (self.travel.payload, self.input_scale) {
             (PayloadForm::Nvfp4 { .. }, _) => sent.num_tokens.iter().sum(),
             (_, Some(_)) => received.total_tokens(),
@@ -212,7 +219,7 @@ impl MoeLayer {
         }
     }
 
-    fn experts_on_device(&self) -> Result<&dyn DeviceExperts, BackendError> {
+    pub(super) fn experts_on_device(&self) -> Result<&dyn DeviceExperts, BackendError> {
         let technique = self.selected.winner.identity.technique;
         self.experts.on_device().ok_or(BackendError::NotOnDevice { technique })
     }

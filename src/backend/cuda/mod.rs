@@ -14,7 +14,7 @@ mod programs;
 mod topk;
 mod workspace;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::simd::{Isa, Simd};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
@@ -23,7 +23,7 @@ use crate::cuda::Stream;
 use crate::gpu;
 use crate::jit::Arch;
 use crate::jit::kernels::Family;
-pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
+pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors, Extent};
 pub use dense::{DenseBy, DenseTools};
 pub use gated::GatedDense;
 pub use local::{Dense, LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
@@ -59,6 +59,10 @@ struct Shared {
 impl Shared {
     fn stream(&self) -> &Stream {
         self.gpu.stream()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Workspace> {
+        self.workspace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -8,6 +8,7 @@
 
 mod buffers;
 mod echo;
+mod live;
 mod stages;
 
 use std::ops::Range;
@@ -16,6 +17,7 @@ use std::time::Instant;
 
 pub use buffers::Buffers;
 pub use echo::Echo;
+pub use live::{LiveExtent, LiveStep};
 pub use stages::{Forms, Stages};
 
 use crate::config::Transport;
@@ -45,6 +47,8 @@ pub struct DeviceTokens<'a> {
     pub num_topk: usize,
     /// Counts the steps of a run.
     pub step: u64,
+    /// Address on the device of how many of them there are, where it alone knows; 0: all of `tokens`.
+    pub live_tokens: u64,
 }
 
 /// How what leaves comes to its ranks. All ranks of a session have the same.

@@ -277,7 +277,15 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0 };
+        let tokens = DeviceTokens {
+            values,
+            ids,
+            weights,
+            tokens: 0..num_tokens,
+            num_topk: world.num_topk,
+            step: 0,
+            live_tokens: 0,
+        };
         self.buffers.poison(&self.gpu).unwrap();
         self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
         stages.count(&mut self.buffers, &tokens).unwrap();
@@ -360,7 +368,15 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0 };
+        let tokens = DeviceTokens {
+            values,
+            ids,
+            weights,
+            tokens: 0..num_tokens,
+            num_topk: world.num_topk,
+            step: 0,
+            live_tokens: 0,
+        };
         let mut target = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
         self.put(&mut target, bytes);
         let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);

@@ -10,6 +10,7 @@
 mod bits;
 mod cache;
 mod cases;
+mod graphs;
 mod hazards;
 mod layers;
 mod limits;
