@@ -52,10 +52,13 @@ struct DispatchArgs {
     u32* home_rows;
     /// `[2]` block scales that saturated and that became 0, once for each destination. Added to.
     u64* counts;
+    /// How many tokens there are, where only the device knows; else null.
+    const u32* live_tokens;
     /// From token to token of `packed`, a multiple of 16.
     u64 row_bytes;
     u64 value_bytes;
     u64 slot_stride;
+    /// Tokens, or the most that there may be.
     u32 num_tokens;
     u32 num_topk;
     u32 num_ranks;
@@ -92,6 +95,10 @@ DEVICE Owner destination_of(const DispatchArgs& args, u32 expert) {
     return args.entries == nullptr ? owner : Owner{args.entries[owner.rank], expert};
 }
 
+DEVICE u32 num_tokens_of(const DispatchArgs& args) {
+    return static_cast<u32>(number_of(args.live_tokens, args.num_tokens));
+}
+
 /// A warp a tile. Dynamic shared memory: three words a rank.
 extern "C" __global__ void __launch_bounds__(kWarp) count_tokens(const __grid_constant__ DispatchArgs args) {
     extern __shared__ u32 of_ranks[];
@@ -107,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kWarp) count_tokens(const __grid_co
     __syncwarp();
 
     const u32 first = tile * args.tile_tokens;
-    const u32 end = min_of(args.num_tokens, first + args.tile_tokens);
+    const u32 end = min_of(num_tokens_of(args), first + args.tile_tokens);
     for (u32 token = first; token < end; ++token) {
         for (u32 first_slot = 0; first_slot < args.num_topk; first_slot += kWarp) {
             const u32 slot = first_slot + lane;
@@ -276,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
     __shared__ u32 num_targets;
     Target* targets = reinterpret_cast<Target*>(of_token);
     Slot* slots = reinterpret_cast<Slot*>(targets + args.num_topk);
-    for (u32 token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
+    const u32 num_tokens = num_tokens_of(args);
+    for (u32 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
         const u64 first_slot = static_cast<u64>(token) * args.num_topk;
         const u32 tile = token / args.tile_tokens;
         // The token before is through with what is shared.

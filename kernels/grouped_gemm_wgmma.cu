@@ -306,9 +306,9 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1(const __grid_constant__ GroupedGemmArgs args) {
-    grouped_gemm<true>(args);
+    if (has_rows(args)) grouped_gemm<true>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc2(const __grid_constant__ GroupedGemmArgs args) {
-    grouped_gemm<false>(args);
+    if (has_rows(args)) grouped_gemm<false>(args);
 }

@@ -81,6 +81,31 @@ impl DeviceBatch<'_> {
     }
 }
 
+/// Rows to compute that the device alone has counted, sorted by local expert: what is queued serves any number of them within
+/// bounds.
+#[derive(Debug, Clone, Copy)]
+pub struct LiveBatch<'a> {
+    /// As [`DeviceBatch::tokens`].
+    pub tokens: &'a DeviceBuffer<u16>,
+    /// As [`DeviceBatch::token_scale`].
+    pub token_scale: f32,
+    /// `[max_rows]` the token that each row reads, of rows that there are.
+    pub row_token: &'a DeviceBuffer<u32>,
+    /// `[num_local_experts + 1]` where each expert's rows start: at most `max_rows` in all.
+    pub expert_offsets: &'a DeviceBuffer<u32>,
+    /// The bounds.
+    pub bounds: LiveBounds,
+}
+
+/// How many rows there may be: from declared sizes, and thus equal on all ranks that have as many experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LiveBounds {
+    /// In all.
+    pub max_rows: usize,
+    /// Of one expert, but for ids that repeat one. Kernels for more are not queued; bits do not depend on it.
+    pub max_expert_rows: usize,
+}
+
 /// Experts that compute on the session's GPU, in its stream.
 pub trait DeviceExperts {
     /// Queues the unweighted FC2 rows `[num_rows, hidden]` of a batch into `out`, and waits for nothing.
@@ -91,6 +116,22 @@ pub trait DeviceExperts {
     /// # Panics
     /// If the offsets are not those of these experts, which is a bug of the caller.
     fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError>;
+
+    /// Queues the unweighted FC2 rows of a batch that the device counts into `out` `[max_rows, hidden]`, and waits for nothing.
+    /// Rows have the bits that [`DeviceExperts::queue`] gives them. May be recorded, once it has run.
+    ///
+    /// # Errors
+    /// If a buffer is too small, there is no memory, or the driver fails.
+    fn queue_live(&self, batch: &LiveBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError>;
+
+    /// Says which rows such a batch had, once the host knows: [`DeviceExperts::evidence`] is judged by it.
+    ///
+    /// # Errors
+    /// If a width is none of a kernel's.
+    ///
+    /// # Panics
+    /// If the offsets are not those of these experts, which is a bug of the caller.
+    fn expect(&self, expert_offsets: &[usize], bounds: LiveBounds) -> Result<(), BackendError>;
 
     /// Queues the way of what the device has counted since it was last asked to the host.
     ///

@@ -6,6 +6,7 @@
 mod agreement;
 mod gpu;
 mod gpu_report;
+mod layer;
 mod load;
 mod markdown;
 mod plot;
@@ -34,6 +35,7 @@ use crate::select::tactics::TacticError;
 use super::failure::Failure;
 use super::output::{self, OutputError};
 pub use gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
+pub use layer::LayerArgs;
 pub use load::{LoadArgs, LoadReport};
 use plot::Plot;
 use report::Ceilings;
@@ -58,7 +60,7 @@ pub struct BenchArgs {
         "isa", "threads", "activations", "rows"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
-    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement", "load"])]
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement", "load", "layer"])]
     pub geometry: Option<BenchGeometry>,
     /// Width of the experts' input and output.
     #[arg(long, value_name = "N")]
@@ -119,6 +121,9 @@ pub struct BenchArgs {
     /// What --travel times.
     #[command(flatten)]
     pub travel: TravelArgs,
+    /// What --layer times.
+    #[command(flatten)]
+    pub layer: LayerArgs,
 }
 
 impl BenchArgs {
@@ -201,6 +206,12 @@ pub enum BenchError {
     /// The file of `--counts`.
     #[error("--counts")]
     Counts(#[from] CountsError),
+    /// Whole layers are timed on GPUs.
+    #[error("--layer times GPUs, and {backend} runs on CPUs: give --backend wgmma or mma_sync")]
+    Layer {
+        /// As given.
+        backend: String,
+    },
     /// The backend refuses.
     #[error("cannot set up the expert computation")]
     Backend(#[from] BackendError),
@@ -220,7 +231,7 @@ fn tuning(text: &str) -> Result<Tuning, String> {
 impl Classify for BenchError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } | Self::CountsOnCpu { .. } | Self::Counts(_) => {
+            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } | Self::Layer { .. } | Self::CountsOnCpu { .. } | Self::Counts(_) => {
                 Exit::BadInput
             }
             Self::Backend(error) => error.exit(),
@@ -243,6 +254,19 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     }
     if let Some(checkpoint) = &args.load.load {
         return load::command(checkpoint, args, env);
+    }
+    if let Some(checkpoint) = &args.layer.layer {
+        let (activations, json, repeats) = (args.activations, args.json, args.repeats.unwrap_or(gpu::REPEATS));
+        let (tokens, backend) = (&args.layer.layer_tokens[..], &args.backend[..]);
+        let cache_dir = args.layer.layer_cache_dir.as_deref();
+        return match (repeats, cuda::family(backend)) {
+            (0, _) => Err(BenchError::Zero { option: "--repeats" }.into()),
+            (_, None) => Err(BenchError::Layer { backend: backend.to_owned() }.into()),
+            _ => layer::command(
+                &layer::Asked { checkpoint, cache_dir, tokens, backend, activations, repeats, json },
+                env,
+            ),
+        };
     }
     if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
         return match args.repeats.unwrap_or(REPEATS) {

@@ -30,6 +30,21 @@ pub enum CarryError {
     /// Tokens were not passed on.
     #[error(transparent)]
     Forward(#[from] ForwardError),
+    /// What a step that no host followed has found differs from what it was told.
+    #[error(
+        "the device found {found_rows} rows of {found_tokens} tokens where it was told {num_rows} of {num_tokens}: its results \
+         can't be trusted; report this with the GPU's name and driver"
+    )]
+    Unsettled {
+        /// Tokens that the device unpacked.
+        found_tokens: usize,
+        /// Rows that it computed.
+        found_rows: usize,
+        /// Tokens that ranks told.
+        num_tokens: usize,
+        /// Rows that ranks told.
+        num_rows: usize,
+    },
 }
 
 impl From<NcclError> for CarryError {
@@ -62,7 +77,7 @@ impl Classify for CarryError {
             Self::Nccl(error) => error.exit(),
             Self::Nvlink(error) => error.exit(),
             Self::Gpu(error) => error.exit(),
-            Self::Miscount(_) => Exit::WrongResult,
+            Self::Miscount(_) | Self::Unsettled { .. } => Exit::WrongResult,
             Self::Forward(error) => error.exit(),
         }
     }
@@ -70,7 +85,7 @@ impl Classify for CarryError {
     fn known(&self) -> Known {
         match self {
             Self::Forward(error) => error.known(),
-            Self::Nccl(_) | Self::Nvlink(_) | Self::Gpu(_) | Self::Miscount(_) => Known::Here,
+            Self::Nccl(_) | Self::Nvlink(_) | Self::Gpu(_) | Self::Miscount(_) | Self::Unsettled { .. } => Known::Here,
         }
     }
 }

@@ -205,6 +205,21 @@ impl Gpu {
     }
 }
 
+/// Times that memory of steps has moved.
+static NUM_GROWN: AtomicU64 = AtomicU64::new(0);
+
+/// How often memory that steps share has been made larger, and so has moved: what was recorded before may point to where
+/// nothing lies any more.
+#[must_use]
+pub fn num_grown() -> u64 {
+    NUM_GROWN.load(Ordering::Relaxed)
+}
+
+/// Counts memory that moves elsewhere.
+pub fn count_growth() {
+    NUM_GROWN.fetch_add(1, Ordering::Relaxed);
+}
+
 /// Makes room for `len` values; what the buffer holds is lost if it grows. Work that uses it is ended first.
 ///
 /// # Errors
@@ -212,6 +227,7 @@ impl Gpu {
 pub fn grow<T: Pod>(buffer: &mut DeviceBuffer<T>, len: usize) -> Result<(), GpuError> {
     if buffer.len() < len {
         let device = buffer.device().clone();
+        count_growth();
         // The old one goes first: two would not always fit.
         *buffer = DeviceBuffer::uninitialised(&device, 0)?;
         *buffer = DeviceBuffer::uninitialised(&device, len)?;

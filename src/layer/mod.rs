@@ -6,6 +6,7 @@ mod block;
 mod carriers;
 mod device;
 mod experts;
+mod graph;
 mod kernels;
 mod load;
 mod parts;
@@ -52,6 +53,8 @@ pub use stats::{LayerStats, PhaseTimes};
 
 use block::DeviceBlock;
 use device::DeviceRoute;
+use graph::LayerGraphs;
+pub use graph::{GraphRefusal, NO_GRAPH_ASKED};
 use parts::{Latent, Router, Shared, SharedBy};
 
 /// Everything that can end a session.
@@ -104,6 +107,9 @@ pub enum LayerError {
     /// The world's shape.
     #[error(transparent)]
     World(#[from] WorldError),
+    /// A layer that can't be recorded.
+    #[error(transparent)]
+    Graph(#[from] GraphRefusal),
     /// Some rank failed; all end.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -143,6 +149,7 @@ impl Classify for LayerError {
             Self::Capacity(error) => error.exit(),
             Self::Carry(error) => error.exit(),
             Self::Forward(error) => error.exit(),
+            Self::Graph(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
@@ -182,6 +189,8 @@ pub struct MoeLayer {
     device: Option<DeviceRoute>,
     /// What surrounds the routed experts, where that lies on a GPU too.
     block: Option<DeviceBlock>,
+    /// Its recordings, or why there are none.
+    graphs: Result<LayerGraphs, String>,
     weight_bytes: u64,
     /// What all ranks run, by rows of an expert.
     tactics: [Tactic; RowBucket::NUM],
@@ -250,6 +259,14 @@ impl MoeLayer {
     #[must_use]
     pub fn carrier(&self) -> Transport {
         self.carrier
+    }
+
+    /// Whether its steps are replayed as a CUDA graph; if not, why.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn graphs(&self) -> Result<(), &str> {
+        self.graphs.as_ref().map(|_| ()).map_err(String::as_str)
     }
 
     /// What may compute its experts: the winner, its companions, and the library that the shared ones were given to, all of

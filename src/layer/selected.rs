@@ -190,6 +190,7 @@ fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
         .capacity("num_max_tokens_per_rank", dispatch.num_max_tokens_per_rank as u64)
         .capacity("tokens_at_once", at_once as u64)
         .flag("part", options.part.name())
+        .flag("cuda_graph", options.deployment.moe.cuda_graph.name())
         .flag("input_is_bf16", options.input_is_bf16);
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::backend::cuda::{DenseBy, DenseTools};
 use crate::backend::{self, Backend, BackendError, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::{Deployment, Levels, Transport};
+use crate::config::{Choice as _, Deployment, Levels, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
 use crate::dispatch::device::{Forms, Way};
 use crate::dispatch::layout::PayloadForm;
@@ -29,6 +29,7 @@ use crate::world::{Phase, World};
 use super::block::{BlockMemory, DeviceBlock};
 use super::carriers::{Carriers, Needs};
 use super::device::OnGpu;
+use super::graph;
 use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
@@ -243,6 +244,12 @@ impl Session {
         world.barrier();
     }
 
+    /// From here on hosts follow every step.
+    #[cfg(test)]
+    pub(super) fn follow_every_step(&mut self) {
+        self.layers.iter_mut().for_each(|layer| layer.graphs = Err(String::new()));
+    }
+
     /// Enters the step phase: every wait from here on has the step's limit.
     pub fn enter_steps(&self, world: &World) {
         world.enter(Phase { name: "step", limit: self.step_limit, key: "timeouts.step_s" });
@@ -442,6 +449,10 @@ fn load_layers(
         };
         let device = world.agree(on_gpu.zip(way).map(route).transpose())?;
         let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));
+        let asked = options.deployment.moe.cuda_graph;
+        let verdict = graph::verdict((device.as_ref(), block.as_ref()), carried_by.name());
+        let at_once = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
+        let graphs = world.agree(graph::choose(asked, (world, decision.layer), verdict, at_once))?;
         layers.push(MoeLayer {
             decision: *decision,
             selected,
@@ -456,6 +467,7 @@ fn load_layers(
             carrier: carried_by,
             device,
             block,
+            graphs,
             weight_bytes,
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });

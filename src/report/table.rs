@@ -5,6 +5,7 @@ use std::fmt;
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use super::{LinkBytes, RunReport};
+use crate::layer::NO_GRAPH_ASKED;
 use crate::layer::tune::TimedBy;
 
 impl fmt::Display for RunReport {
@@ -25,6 +26,7 @@ impl fmt::Display for RunReport {
             writeln!(f, "\n{}", tactics(self))?;
         }
         writeln!(f, "\n{}", phases(self))?;
+        graphs(self, f)?;
         writeln!(
             f,
             "\nsteps: {}, median {}, p99 {}\n",
@@ -37,6 +39,27 @@ impl fmt::Display for RunReport {
         }
         Ok(())
     }
+}
+
+/// How steps ran whose layers are recorded as CUDA graphs; and where that was not taken for granted, why others are not.
+fn graphs(report: &RunReport, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for (decided, layer) in report.decided.layers.iter().zip(&report.layers) {
+        match &decided.no_cuda_graph {
+            None => {
+                let (replays, captures, of) = (layer.graph_replays, layer.graph_captures, report.steps.count);
+                writeln!(
+                    f,
+                    "layer {}: {replays} of {of} steps replayed as a CUDA graph, {captures} recorded",
+                    layer.layer
+                )?;
+            }
+            Some(why) if why != NO_GRAPH_ASKED => {
+                writeln!(f, "layer {}: no CUDA graph: {why}", layer.layer)?;
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
 }
 
 fn layers(report: &RunReport) -> Table {

@@ -42,15 +42,24 @@ pub(super) enum Sums {
     Fast,
 }
 
-/// bf16 rows on the device: `[num_parts, num_rows, width]`, whose parts add up to the rows.
+/// How many rows there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RowCount {
+    /// So many; where the device counts them, the most that there may be.
+    pub most: usize,
+    /// Address of the device's count, a u32; 0: the host knows.
+    pub live: u64,
+}
+
+/// bf16 rows on the device: `[num_parts, count.most, width]`, whose parts add up to the rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DenseRows {
     /// Where they are.
     pub address: u64,
     /// 1, or 3 where they hold all bits of f32 values.
     pub num_parts: usize,
-    /// Rows of a part.
-    pub num_rows: usize,
+    /// Rows of a part. A library multiplies the most that there may be: what lies behind those that there are is of no use.
+    pub count: RowCount,
 }
 
 /// What all dense projections of a session use, in the order of its GPU's stream.
@@ -139,53 +148,50 @@ impl DenseTools {
     /// # Safety
     /// `input` is the address of so many values, `rows` that of room for all parts, until the stream has come so far.
     pub(super) unsafe fn split(&self, input: u64, rows: DenseRows, width: usize) -> Result<(), BackendError> {
-        let DenseRows { address, num_parts, num_rows } = rows;
+        let DenseRows { address, num_parts, count } = rows;
         let args = DenseArgs {
             input,
             out: address,
-            num_rows: num_rows as u64,
+            live_rows: count.live,
+            num_rows: count.most as u64,
             width: narrow(width),
             num_parts: narrow(num_parts),
             ..DenseArgs::default()
         };
-        let shape = self.shape(num_rows * width);
+        let shape = self.shape(count.most * width);
         // SAFETY: the caller answers for both addresses.
         unsafe { self.kernels.split_parts.launch(self.stream(), &shape, &args)? };
         Ok(())
     }
 
-    /// bf16 values to f32.
+    /// bf16 rows of `width` values to f32.
     ///
     /// # Safety
     /// `input` and `out` are the addresses of so many values, until the stream has come so far.
-    pub(super) unsafe fn widen(&self, (input, out): (u64, u64), num_values: usize) -> Result<(), BackendError> {
-        let args = DenseArgs { input, out, num_rows: num_values as u64, width: 1, ..DenseArgs::default() };
+    pub(super) unsafe fn widen(
+        &self,
+        (input, out): (u64, u64),
+        (count, width): (RowCount, usize),
+    ) -> Result<(), BackendError> {
+        let args = DenseArgs { input, out, ..rows_of(count, width) };
         // SAFETY: the caller answers for both addresses.
-        unsafe { self.kernels.widen_rows.launch(self.stream(), &self.shape(num_values), &args)? };
+        unsafe { self.kernels.widen_rows.launch(self.stream(), &self.shape(count.most * width), &args)? };
         Ok(())
     }
 
-    /// f32 values, blocks of 16, through NVFP4 with a global scale: `e2m1 * e4m3`. Adds to `counts` `[2]`, the block scales
+    /// f32 rows of `width` values, blocks of 16, through NVFP4 with a global scale: `e2m1 * e4m3`. Adds to `counts` `[2]`, the block scales
     /// that saturated and that became 0.
     ///
     /// # Safety
     /// `input` and `out` are the addresses of so many f32 and bf16 values, until the stream has come so far.
     pub(super) unsafe fn quantise(
         &self,
-        (input, out, num_values): (u64, u64, usize),
-        input_scale: f32,
-        counts: &DeviceBuffer<u64>,
+        (input, out): (u64, u64),
+        (count, width): (RowCount, usize),
+        (input_scale, counts): (f32, &DeviceBuffer<u64>),
     ) -> Result<(), BackendError> {
-        let num_blocks = num_values / BLOCK;
-        let args = DenseArgs {
-            input,
-            other: counts.address(),
-            out,
-            num_rows: num_blocks as u64,
-            width: narrow(BLOCK),
-            constant: input_scale,
-            ..DenseArgs::default()
-        };
+        let num_blocks = count.most * (width / BLOCK);
+        let args = DenseArgs { input, other: counts.address(), out, constant: input_scale, ..rows_of(count, width) };
         // SAFETY: the caller answers for both addresses, and there are two counts.
         unsafe { self.kernels.quantise_rows.launch(self.stream(), &self.shape(num_blocks), &args)? };
         Ok(())
@@ -197,33 +203,30 @@ impl DenseTools {
     /// `input` and `out` are the addresses of so many f32 and bf16 values, until the stream has come so far.
     pub(super) unsafe fn norm(
         &self,
-        (input, out, num_rows): (u64, u64, usize),
+        (input, out): (u64, u64),
+        count: RowCount,
         (weight, epsilon): (&DeviceBuffer<f32>, f32),
     ) -> Result<(), BackendError> {
-        let args = DenseArgs {
-            input,
-            other: weight.address(),
-            out,
-            num_rows: num_rows as u64,
-            width: narrow(weight.len()),
-            constant: epsilon,
-            ..DenseArgs::default()
-        };
-        let num_blocks = u32::try_from(num_rows).unwrap_or(u32::MAX).min(self.most_blocks());
+        let args = DenseArgs { input, other: weight.address(), out, constant: epsilon, ..rows_of(count, weight.len()) };
+        let num_blocks = u32::try_from(count.most).unwrap_or(u32::MAX).min(self.most_blocks());
         let shape = LaunchShape::rows(num_blocks, DenseKernels::NUM_THREADS);
         // SAFETY: the caller answers for both addresses; the weight is as wide as a row.
         unsafe { self.kernels.rms_norm.launch(self.stream(), &shape, &args)? };
         Ok(())
     }
 
-    /// `out += other` of `num_values` f32.
+    /// `out += other` of f32 rows of `width` values.
     ///
     /// # Safety
     /// Both are the addresses of so many values, until the stream has come so far.
-    pub(super) unsafe fn add(&self, (out, other): (u64, u64), num_values: usize) -> Result<(), BackendError> {
-        let args = DenseArgs { other, out, num_rows: num_values as u64, width: 1, ..DenseArgs::default() };
+    pub(super) unsafe fn add(
+        &self,
+        (out, other): (u64, u64),
+        (count, width): (RowCount, usize),
+    ) -> Result<(), BackendError> {
+        let args = DenseArgs { other, out, ..rows_of(count, width) };
         // SAFETY: the caller answers for both addresses.
-        unsafe { self.kernels.add_rows.launch(self.stream(), &self.shape(num_values), &args)? };
+        unsafe { self.kernels.add_rows.launch(self.stream(), &self.shape(count.most * width), &args)? };
         Ok(())
     }
 }
@@ -312,7 +315,7 @@ impl Dense {
     /// # Safety
     /// `x` is as wide as the weight, `out` the address of room for all rows, until the stream has come so far.
     pub(super) unsafe fn queue(&self, x: DenseRows, out: u64) -> Result<(), BackendError> {
-        let DenseRows { address, num_parts, num_rows } = x;
+        let DenseRows { address, num_parts, count: RowCount { most: num_rows, live } } = x;
         let stream = self.tools.stream();
         if let Some(matmul) = self.matmul.as_ref().filter(|_| num_parts == 1) {
             // SAFETY: the caller answers for both addresses, which are those of rows of whole blocks of 16.
@@ -324,6 +327,7 @@ impl Dense {
             weights: self.weight.address(),
             x: address,
             out,
+            live_rows: live,
             num_rows: num_rows as u64,
             num_features: narrow(self.out_features),
             width: narrow(self.in_features),
@@ -340,6 +344,11 @@ impl Dense {
         unsafe { function.launch(stream, &shape, &args)? };
         Ok(())
     }
+}
+
+/// The arguments that say which rows a kernel takes.
+fn rows_of(count: RowCount, width: usize) -> DenseArgs {
+    DenseArgs { live_rows: count.live, num_rows: count.most as u64, width: narrow(width), ..DenseArgs::default() }
 }
 
 /// A width or a number of parts, which loading has seen to be small.

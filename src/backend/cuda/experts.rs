@@ -1,5 +1,7 @@
 //! A group of experts on the device: packed once, then FC1 with the activation and FC2 for every batch.
 
+mod live;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +13,9 @@ use super::programs::Program;
 use super::workspace::{Device, Host, Workspace};
 use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
-use crate::backend::{BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsSpec, ForwardStats};
+use crate::backend::{
+    BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsSpec, ForwardStats, LiveBatch, LiveBounds,
+};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
 use crate::gpu::grow;
@@ -55,7 +59,7 @@ pub(super) fn group(
         }
     }
     let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
-    Ok(Box::new(Group { shared, spec, experts, _blocks: blocks, chooser, programs, evidence }))
+    Ok(Box::new(Group { shared, spec, experts, _blocks: blocks, chooser, programs, evidence, dealer: Mutex::new(None) }))
 }
 
 /// The global scale of a weight and of its input.
@@ -95,6 +99,8 @@ struct Group {
     chooser: Chooser,
     programs: Vec<Compiled>,
     evidence: Mutex<Evidence>,
+    /// Absent until the device alone knows a batch's rows.
+    dealer: Mutex<Option<live::Dealer>>,
 }
 
 /// The kernels of one schedule over weights of one format.
@@ -118,7 +124,7 @@ impl Experts for Group {
         checks::batch(&self.spec, self.experts.len(), batch, out);
         let shares = self.shares(batch.expert_offsets)?;
         let (gpu, stream) = (&self.shared.gpu, self.shared.stream());
-        let mut workspace = self.shared.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workspace = self.shared.lock();
         let Host { tokens, row_token, out: device_out } = &mut workspace.host;
         let bf16: Vec<u16> = batch.tokens.par_iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
         grow(tokens, bf16.len())?;
@@ -162,13 +168,22 @@ impl DeviceExperts for Group {
     fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
         checks::offsets(self.experts.len(), batch.expert_offsets);
         let shares = self.shares(batch.expert_offsets)?;
-        let mut workspace = self.shared.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workspace = self.shared.lock();
         workspace.device.upload_entries(&self.shared.gpu, &shares)?;
         for rows in waves(batch.num_rows()) {
             let to = out.address_of(rows.start * self.spec.hidden..rows.end * self.spec.hidden)?;
             self.wave(&mut workspace.device, batch, (rows, to), &shares)?;
         }
         Ok(())
+    }
+
+    fn queue_live(&self, batch: &LiveBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
+        self.queue_live_batch(batch, out.address_of(0..batch.bounds.max_rows * self.spec.hidden)?)
+    }
+
+    fn expect(&self, expert_offsets: &[usize], bounds: LiveBounds) -> Result<(), BackendError> {
+        checks::offsets(self.experts.len(), expert_offsets);
+        self.expect_rows(expert_offsets, bounds)
     }
 
     fn queue_evidence(&self) -> Result<(), BackendError> {
@@ -282,6 +297,7 @@ impl Group {
                 out,
                 counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
+                num_rows: 0,
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
                 num_groups: u32::try_from(workspace.gathered.len()).unwrap_or(u32::MAX),

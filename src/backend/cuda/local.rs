@@ -262,6 +262,7 @@ impl Buffers {
             out: self.out.address(),
             counts: self.counts.address(),
             barrier: self.barrier.address(),
+            num_rows: 0,
             token_scale,
             num_experts: narrow(num_experts),
             num_groups: narrow(self.gathered.len()),

@@ -15,7 +15,7 @@ mod programs;
 mod topk;
 mod workspace;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rayon::ThreadPool;
 
@@ -26,7 +26,7 @@ use crate::cuda::Stream;
 use crate::gpu;
 use crate::jit::Arch;
 use crate::jit::kernels::Family;
-pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
+pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors, Extent};
 pub use dense::{DenseBy, DenseTools};
 pub use gated::GatedDense;
 pub use local::{Dense, LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
@@ -62,6 +62,10 @@ struct Shared {
 impl Shared {
     fn stream(&self) -> &Stream {
         self.gpu.stream()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Workspace> {
+        self.workspace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

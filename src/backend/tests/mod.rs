@@ -8,6 +8,7 @@ mod cases;
 mod fixtures;
 mod gpu;
 mod gpu_dense;
+mod gpu_live;
 mod mutations;
 mod oracle;
 mod refusals;

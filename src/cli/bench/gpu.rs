@@ -25,7 +25,7 @@ const NUM_PATTERNS: usize = 4;
 const NUM_TOKENS: usize = 1024;
 
 /// Replays that count, unless asked for otherwise.
-const REPEATS: usize = 30;
+pub(super) const REPEATS: usize = 30;
 
 /// Replays before those that count.
 const NUM_WARM: usize = 2;

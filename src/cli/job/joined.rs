@@ -45,6 +45,7 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         identities: layer.identities().iter().map(ToString::to_string).collect(),
         dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
         why: layer.selected().why.to_string(),
+        no_cuda_graph: layer.graphs().err().map(str::to_owned),
     };
     let (technique, isa) = session.backend();
     let (selection, session_digest) = session.digests();

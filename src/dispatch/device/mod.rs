@@ -8,6 +8,7 @@
 
 mod buffers;
 mod echo;
+mod live;
 mod stages;
 mod two_level;
 
@@ -17,6 +18,7 @@ use std::time::Instant;
 
 pub use buffers::Buffers;
 pub use echo::Echo;
+pub use live::{LiveExtent, LiveStep};
 pub use stages::{Forms, Stages};
 pub use two_level::TwoLevels;
 
@@ -49,6 +51,8 @@ pub struct DeviceTokens<'a> {
     pub step: u64,
     /// Counts the chunks of a step.
     pub chunk: usize,
+    /// Address on the device of how many of them there are, where it alone knows; 0: all of `tokens`.
+    pub live_tokens: u64,
 }
 
 /// How what leaves comes to its ranks. All ranks of a session have the same.

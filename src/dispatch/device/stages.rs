@@ -18,6 +18,7 @@ use crate::jit::kernels::dispatch::{
     COUNT_BYTES_PER_RANK, CombineArgs, DispatchArgs, INDEX_BYTES_PER_EXPERT, NUM_THREADS, PACK_BYTES_PER_SLOT,
     ReceiveArgs, TravelKernels, WARP,
 };
+use crate::jit::kernels::live::Settle;
 use crate::jit::kernels::nvlink::{Raise, Run};
 
 /// Tiles of tokens at most: more tokens make larger ones.
@@ -62,6 +63,7 @@ pub struct Stages {
     unpack: Function,
     give_back: Function,
     add: Function,
+    pub(super) settle: Function,
 }
 
 /// What numbers tokens that leave, or are passed on, and packs them.
@@ -97,6 +99,15 @@ impl Tiles {
     }
 }
 
+/// Addresses on the device of a list's runs and of how many rows it has; 0: the host knows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LiveRuns {
+    pub runs: u64,
+    pub count: u64,
+}
+
+const NOT_LIVE: LiveRuns = LiveRuns { runs: 0, count: 0 };
+
 /// Numbers of tokens, slots and rows of a chunk fit in 32 bits, or its buffers fit no device.
 pub(super) fn narrow(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
@@ -126,6 +137,7 @@ impl Stages {
             unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
             give_back: gpu.function(combine.clone(), give_back, 0)?,
             add: gpu.function(combine, add, 0)?,
+            settle: gpu.function(Settle.request(arch), Settle::FUNCTION, 0)?,
         })
     }
 
@@ -211,7 +223,7 @@ impl Stages {
 
     pub(super) fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
         let Travel { placement, payload, mode, row_form } = self.forms.travel;
-        let DeviceTokens { values, ids, weights, tokens, num_topk, .. } = tokens;
+        let DeviceTokens { values, ids, weights, tokens, num_topk, live_tokens, .. } = tokens;
         let of_tokens = |width: usize| tokens.start * width..tokens.end * width;
         let tiles = Tiles::of(tokens.len());
         Ok(DispatchArgs {
@@ -228,6 +240,7 @@ impl Stages {
             packed: buffers.packed.address(),
             home_rows: buffers.home_rows.address(),
             counts: buffers.counts.address_of(0..2)?,
+            live_tokens: *live_tokens,
             row_bytes: self.forms.travel.layout(*num_topk).row_bytes() as u64,
             value_bytes: (row_form.hidden * size_of::<f32>()) as u64,
             slot_stride: *num_topk as u64,
@@ -253,11 +266,24 @@ impl Stages {
         num_topk: usize,
         packed: [Run; MAX_PEERS],
     ) -> Result<(), GpuError> {
-        let Travel { placement, row_form, .. } = self.forms.travel;
-        let num_experts = placement.local_experts(self.rank).len();
-        let (num_tokens, num_rows) = (received.total_tokens(), received.total_rows());
+        let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
+        grow(&mut buffers.expert_offsets, offsets.len())?;
+        self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
+        self.queue_unpack(buffers, (received.total_tokens(), received.total_rows()), num_topk, packed, NOT_LIVE)
+    }
+
+    /// The same for up to so many tokens and rows; what `live` points to says how many, and where, unless it is nothing.
+    pub(super) fn queue_unpack(
+        &self,
+        buffers: &mut Buffers,
+        (num_tokens, num_rows): (usize, usize),
+        num_topk: usize,
+        packed: [Run; MAX_PEERS],
+        live: LiveRuns,
+    ) -> Result<(), GpuError> {
+        let row_form = self.forms.travel.row_form;
+        let num_experts = self.num_experts();
         let (num_slots, tiles) = (num_tokens * num_topk, Tiles::of(num_tokens));
-        grow(&mut buffers.expert_offsets, num_experts + 1)?;
         grow(&mut buffers.receive_tiles, (num_experts + 1) * tiles.num)?;
         grow(&mut buffers.tokens, num_tokens * row_form.hidden)?;
         for of_slots in [&mut buffers.slot_place, &mut buffers.slot_order, &mut buffers.slot_row] {
@@ -266,10 +292,10 @@ impl Stages {
         grow(&mut buffers.weights, num_slots)?;
         grow(&mut buffers.row_token, num_rows)?;
         grow(&mut buffers.return_rows, num_rows)?;
-        let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
-        self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
         let args = ReceiveArgs {
             packed,
+            live_packed: live.runs,
+            live_tokens: live.count,
             expert_offsets: buffers.expert_offsets.address(),
             tiles: buffers.receive_tiles.address(),
             slot_place: buffers.slot_place.address(),
@@ -308,10 +334,26 @@ impl Stages {
         num_topk: usize,
         homes: Option<([Run; MAX_PEERS], Raise)>,
     ) -> Result<(), GpuError> {
+        let num_back = match self.forms.travel.mode {
+            CombineMode::Slot => received.total_rows(),
+            CombineMode::Rank => received.total_tokens(),
+        };
+        self.queue_give_back(buffers, num_back, num_topk, homes, NOT_LIVE)
+    }
+
+    /// The same for up to `num_back` rows; what `live` points to says how many, and where to, unless it is nothing.
+    pub(super) fn queue_give_back(
+        &self,
+        buffers: &mut Buffers,
+        num_back: usize,
+        num_topk: usize,
+        homes: Option<([Run; MAX_PEERS], Raise)>,
+        live: LiveRuns,
+    ) -> Result<(), GpuError> {
         let Travel { mode, row_form, .. } = self.forms.travel;
-        let (num_back, slot_row, num_topk) = match mode {
-            CombineMode::Slot => (received.total_rows(), &buffers.return_rows, 1),
-            CombineMode::Rank => (received.total_tokens(), &buffers.slot_row, num_topk),
+        let (slot_row, num_topk) = match mode {
+            CombineMode::Slot => (&buffers.return_rows, 1),
+            CombineMode::Rank => (&buffers.slot_row, num_topk),
         };
         let (out, raise) = match homes {
             Some(homes) => homes,
@@ -326,6 +368,8 @@ impl Stages {
             weights: buffers.weights.address(),
             out,
             raise,
+            live_out: live.runs,
+            live_tokens: live.count,
             num_tokens: num_back as u64,
             num_topk: narrow(num_topk),
             padding: 0,
@@ -345,7 +389,7 @@ impl Stages {
         out: &mut DeviceBuffer<f32>,
     ) -> Result<(), GpuError> {
         let row_form = self.forms.travel.row_form;
-        let DeviceTokens { weights, tokens, num_topk, .. } = tokens;
+        let DeviceTokens { weights, tokens, num_topk, live_tokens, .. } = tokens;
         let sums = out.address_of(tokens.start * row_form.hidden..tokens.end * row_form.hidden)?;
         let args = CombineArgs {
             rows: home,
@@ -353,11 +397,18 @@ impl Stages {
             weights: weights.address_of(tokens.start * num_topk..tokens.end * num_topk)?,
             out: Run::whole(sums),
             raise: Raise::none(),
+            live_out: 0,
+            live_tokens: *live_tokens,
             num_tokens: tokens.len() as u64,
             num_topk: narrow(*num_topk),
             padding: 0,
         };
         self.launch(&self.add, self.one_by_one(tokens.len(), &args.raise), &args)
+    }
+
+    /// Experts of this rank.
+    pub(super) fn num_experts(&self) -> usize {
+        self.forms.travel.placement.local_experts(self.rank).len()
     }
 
     /// A block a token, as many as the device has room for; one at least where somebody has to hear of it.
@@ -367,7 +418,12 @@ impl Stages {
         LaunchShape::rows(narrow(num_tokens.min(most).max(least)), NUM_THREADS)
     }
 
-    fn launch<A: NoUninit>(&self, function: &Function, shape: LaunchShape, args: &A) -> Result<(), GpuError> {
+    pub(super) fn launch<A: NoUninit>(
+        &self,
+        function: &Function,
+        shape: LaunchShape,
+        args: &A,
+    ) -> Result<(), GpuError> {
         // SAFETY: `A` is the kernel's argument (sizes are asserted in its source). The addresses are those of buffers that
         // were grown for this chunk's tokens, slots and rows in the stage that queues the kernel; they live in `Buffers` or
         // with the caller, whose freeing waits for the device; and only this stream writes them.

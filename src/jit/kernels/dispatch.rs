@@ -51,6 +51,7 @@ pub struct DispatchArgs {
     pub packed: u64,
     pub home_rows: u64,
     pub counts: u64,
+    pub live_tokens: u64,
     pub row_bytes: u64,
     pub value_bytes: u64,
     pub slot_stride: u64,
@@ -70,6 +71,8 @@ pub struct DispatchArgs {
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct ReceiveArgs {
     pub packed: [Run; MAX_PEERS],
+    pub live_packed: u64,
+    pub live_tokens: u64,
     pub expert_offsets: u64,
     pub tiles: u64,
     pub slot_place: u64,
@@ -99,6 +102,8 @@ pub struct CombineArgs {
     pub weights: u64,
     pub out: [Run; MAX_PEERS],
     pub raise: Raise,
+    pub live_out: u64,
+    pub live_tokens: u64,
     pub num_tokens: u64,
     pub num_topk: u32,
     pub padding: u32,

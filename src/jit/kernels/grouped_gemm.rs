@@ -7,18 +7,31 @@ use bytemuck::{Pod, Zeroable};
 use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
-    ACTIVATION, BASE, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED, STORE,
-    WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED,
+    STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
 const MMA: KernelSource = KernelSource {
     name: "grouped_gemm_mma",
     main: include_str!("../../../kernels/grouped_gemm_mma.cu"),
-    headers: &[ACTIVATION, BASE, EXPERTS, NVFP4, REQUANTISE, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, NVFP4, REQUANTISE, STORE, WEIGHTS],
 };
-const WGMMA_HEADERS: &[Header] =
-    &[ACTIVATION, BASE, EXPERTS, GATHER, HOPPER, IMAGE, NVFP4, REQUANTISE, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES];
+const WGMMA_HEADERS: &[Header] = &[
+    ACTIVATION,
+    BASE,
+    EXPERT,
+    EXPERTS,
+    GATHER,
+    HOPPER,
+    IMAGE,
+    NVFP4,
+    REQUANTISE,
+    STORE,
+    WEIGHTS,
+    WGMMA_EPILOGUE,
+    WGMMA_TILES,
+];
 const WGMMA: KernelSource = KernelSource {
     name: "grouped_gemm_wgmma",
     main: include_str!("../../../kernels/grouped_gemm_wgmma.cu"),
@@ -27,12 +40,12 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
 };
 const PERMUTE: KernelSource = KernelSource {
     name: "permute",
     main: include_str!("../../../kernels/permute.cu"),
-    headers: &[BASE, EXPERTS, GATHER, IMAGE, WEIGHTS],
+    headers: &[BASE, EXPERT, EXPERTS, GATHER, IMAGE, WEIGHTS],
 };
 
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
@@ -46,7 +59,7 @@ pub const ROW_STEP_BYTES: u32 = STEP_K * 2;
 /// Rows of a group of the image that `gather_tokens` writes: an expert's rows are rounded up to it.
 pub const IMAGE_GROUP_ROWS: u32 = 8;
 
-/// One local expert, as `struct Expert` of `kernels/experts.cuh`.
+/// One local expert, as `struct Expert` of `kernels/expert.cuh`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ExpertEntry {
@@ -64,7 +77,7 @@ pub struct ExpertEntry {
     pub input_scale: f32,
 }
 
-const _: () = assert!(size_of::<ExpertEntry>() == 32, "kernels/experts.cuh has the same struct");
+const _: () = assert!(size_of::<ExpertEntry>() == 32, "kernels/expert.cuh has the same struct");
 
 /// The one argument of all kernels here.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
@@ -90,6 +103,8 @@ pub struct GroupedGemmArgs {
     pub counts: u64,
     /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
     pub barrier: u64,
+    /// Address of a u32: rows of all these experts, where only the device knows them; 0 elsewhere.
+    pub num_rows: u64,
     /// Multiplies every token value.
     pub token_scale: f32,
     /// Local experts.
@@ -239,6 +254,14 @@ impl Schedule {
         }
     }
 
+    /// Rows of a tile.
+    #[must_use]
+    pub fn block_rows(self) -> u32 {
+        match self {
+            Self::MmaSync { block_rows } | Self::Wgmma { block_rows } | Self::Small { block_rows } => block_rows,
+        }
+    }
+
     /// How it is launched; the sources assert the same.
     #[must_use]
     pub fn launch(self, gemm: &GroupedGemm) -> Launch {
@@ -289,10 +312,10 @@ impl Schedule {
     /// What to compile.
     #[must_use]
     pub fn request(self, gemm: &GroupedGemm, arch: Arch) -> KernelRequest {
-        let (source, block_rows) = match self {
-            Self::MmaSync { block_rows } => (MMA, block_rows),
-            Self::Wgmma { block_rows } => (WGMMA, block_rows),
-            Self::Small { block_rows } => (SMALL, block_rows),
+        let source = match self {
+            Self::MmaSync { .. } => MMA,
+            Self::Wgmma { .. } => WGMMA,
+            Self::Small { .. } => SMALL,
         };
         let launch = self.launch(gemm);
         let weight_bits = match gemm.weights {
@@ -305,7 +328,7 @@ impl Schedule {
             .with("INTERMEDIATE", gemm.intermediate)
             .with("QUANTISE", gemm.quantise)
             .with("OUTPUT_BITS", 32_u32)
-            .with("BLOCK_ROWS", block_rows)
+            .with("BLOCK_ROWS", self.block_rows())
             .with("NUM_STAGES", self.num_stages(gemm))
             .with("NUM_THREADS", launch.num_threads)
             .with("SHARED_BYTES", launch.shared_bytes);

@@ -1,11 +1,13 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
 mod ceilings;
+pub mod deal;
 mod dense;
 pub mod dispatch;
 mod echo;
 mod gated;
 pub mod grouped_gemm;
+pub mod live;
 pub mod nvlink;
 mod pack;
 mod probes;
@@ -38,6 +40,7 @@ pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
     let around = around.chain([nvlink::NvlinkKernels.request(arch), PackKernels.request(arch)]);
     let around = around.chain([EchoKernel { hidden: 3584 }.request(arch)]);
+    let around = around.chain(replayed(arch));
     let others =
         [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch), gated::all(arch)];
     others.into_iter().flatten().chain(around).collect()
@@ -61,6 +64,12 @@ pub fn around(geometry: &MoeGeometry, arch: Arch) -> Vec<KernelRequest> {
     products.into_iter().chain([DenseKernels.request(arch), topk.request(arch)]).collect()
 }
 
+/// The kernels of steps in which no host learns what comes.
+#[must_use]
+pub fn replayed(arch: Arch) -> [KernelRequest; 2] {
+    [live::Settle.request(arch), deal::DealKernel.request(arch)]
+}
+
 /// The kernels that bring a layer's tokens to its experts and rows back.
 #[must_use]
 pub fn travel(problem: &Problem, decision: &LayerDecision, levels: Levels, arch: Arch) -> Vec<KernelRequest> {
@@ -73,7 +82,7 @@ pub fn travel(problem: &Problem, decision: &LayerDecision, levels: Levels, arch:
         form: combine_form(decision),
     };
     let passing_on = (levels == Levels::Two).then(|| kernels.forward(arch));
-    kernels.requests(arch).into_iter().chain(passing_on).chain([nvlink::NvlinkKernels.request(arch)]).collect()
+    kernels.requests(arch).into_iter().chain(passing_on).chain([nvlink::NvlinkKernels.request(arch)]).chain(replayed(arch)).collect()
 }
 
 /// Every kernel that `chooser` may give to a layer's experts, routed and shared, and what packs their weights.

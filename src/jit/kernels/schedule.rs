@@ -6,6 +6,7 @@
 //! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
 //! another one's last tiles.
 
+use super::deal::Candidates;
 use super::grouped_gemm::{GroupedGemm, Schedule, Weights};
 
 /// A family of schedules.
@@ -93,6 +94,20 @@ impl Chooser {
     fn wgmma(self, gemm: &GroupedGemm) -> Vec<(u32, f64)> {
         let max_small_rows = self.max_small_rows(gemm);
         WGMMA.iter().copied().filter(|(rows, _)| *rows as usize > max_small_rows).collect()
+    }
+
+    /// What [`Chooser::batch`] chooses from, where the device chooses.
+    #[must_use]
+    pub fn candidates(self, gemm: &GroupedGemm) -> Candidates {
+        let weights = gemm.weights;
+        if self.family == Family::MmaSync {
+            let large = MMA_SYNC.iter().map(|&(block_rows, took)| (Schedule::MmaSync { block_rows }, took)).collect();
+            return Candidates { weights, max_small_rows: 0, small: Vec::new(), large };
+        }
+        let max_small_rows = u32::try_from(self.max_small_rows(gemm)).unwrap_or(u32::MAX);
+        let smalls = self.small(gemm).into_iter().map(|(rows, took)| (small(rows), took));
+        let larges = self.wgmma(gemm).into_iter().map(|(block_rows, took)| (Schedule::Wgmma { block_rows }, took));
+        Candidates { weights, max_small_rows, small: smalls.collect(), large: larges.collect() }
     }
 
     /// Every schedule that [`Chooser::batch`] may give.

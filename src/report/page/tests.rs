@@ -45,6 +45,7 @@ impl Made {
             identities: vec![format!("lockstep.simd.{}.nvfp4", self.name)],
             dense: Vec::new(),
             why: "preferred by backend auto".to_owned(),
+            no_cuda_graph: None,
         }
     }
 
@@ -56,6 +57,7 @@ impl Made {
         let of_layer = |layer: u32| {
             serde_json::json!({
                 "layer": layer, "first_expert": own.start, "rows_per_expert": rows, "chunks": 1, "device_waits": 0,
+                "graph_captures": 0, "graph_replays": 0,
                 "tactics": [],
                 "fc1_input": quant, "fc2_input": quant, "slots": rows.iter().sum::<u64>(), "num_not_finite": 0, "num_steps_off": 0,
             })

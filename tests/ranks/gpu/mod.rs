@@ -11,6 +11,7 @@ mod bits;
 mod cache;
 mod cases;
 mod counts;
+mod graphs;
 mod hazards;
 mod layers;
 mod limits;
