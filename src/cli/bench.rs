@@ -231,9 +231,12 @@ fn tuning(text: &str) -> Result<Tuning, String> {
 impl Classify for BenchError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } | Self::Layer { .. } | Self::CountsOnCpu { .. } | Self::Counts(_) => {
-                Exit::BadInput
-            }
+            Self::Zero { .. }
+            | Self::Width { .. }
+            | Self::Rows { .. }
+            | Self::Layer { .. }
+            | Self::CountsOnCpu { .. }
+            | Self::Counts(_) => Exit::BadInput,
             Self::Backend(error) => error.exit(),
             Self::Tactics(error) => error.exit(),
             Self::Plot(error) => error.exit(),

@@ -78,9 +78,8 @@ impl<T: Pod> PinnedBuffer<T> {
         }
         self.device.enter()?;
         // SAFETY: so many values are there, and the caller answers for the rest.
-        let result = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(address, self.values.cast(), len * size_of::<T>(), stream.raw())
-        };
+        let result =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(address, self.values.cast(), len * size_of::<T>(), stream.raw()) };
         self.device.check(result, "copying to a GPU")
     }
 

@@ -191,7 +191,8 @@ impl Load<'_> {
     unsafe fn send_to(mut self, num_bytes: usize, address: u64) -> Result<(), GpuError> {
         let Slot { stream, host, .. } = self.slot();
         // SAFETY: the pinned memory stays as `send` says; the caller answers for the target.
-        Ok(unsafe { host.send(stream, num_bytes, address)? })
+        unsafe { host.send(stream, num_bytes, address)? };
+        Ok(())
     }
 }
 

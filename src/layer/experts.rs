@@ -73,12 +73,13 @@ pub(crate) fn read_experts(
     (checkpoint, manifest): (&Checkpoint, &LayerManifest),
     pool: &ThreadPool,
     experts: Range<usize>,
-    (piece_bytes, sink): (usize, &(dyn Fn(&[u8]) + Sync)),
+    piece_bytes: usize,
+    sink: impl Fn(&[u8]) + Sync,
 ) -> Result<(), CheckpointError> {
     abreast(pool, experts.len(), |local| -> Result<(), CheckpointError> {
         let tensors = checkpoint.map_expert(manifest, ExpertIdx::from_index(experts.start + local))?;
         let pieces: Vec<&[u8]> = tensors.iter().flat_map(|bytes| bytes.chunks(piece_bytes)).collect();
-        pieces.into_par_iter().with_max_len(1).for_each(sink);
+        pieces.into_par_iter().with_max_len(1).for_each(&sink);
         Ok(())
     })?;
     Ok(())

@@ -59,7 +59,16 @@ pub(super) fn group(
         }
     }
     let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
-    Ok(Box::new(Group { shared, spec, experts, _blocks: blocks, chooser, programs, evidence, dealer: Mutex::new(None) }))
+    Ok(Box::new(Group {
+        shared,
+        spec,
+        experts,
+        _blocks: blocks,
+        chooser,
+        programs,
+        evidence,
+        dealer: Mutex::new(None),
+    }))
 }
 
 /// The global scale of a weight and of its input.

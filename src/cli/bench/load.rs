@@ -210,7 +210,7 @@ impl Work<'_> {
         let start = Instant::now();
         for layer in self.layers {
             let experts = 0..layer.experts.len();
-            read_experts((self.checkpoint, layer), self.backend.pool(), experts, (SLOT_BYTES, &copy))?;
+            read_experts((self.checkpoint, layer), self.backend.pool(), experts, SLOT_BYTES, copy)?;
         }
         Ok(start.elapsed())
     }

@@ -353,7 +353,8 @@ impl Step<'_> {
         let Bench { world, gpu, .. } = *self.bench;
         let (stream, num_topk) = (gpu.stream(), self.shape.num_topk);
         let Tokens { values, ids, weights } = self.tokens;
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..self.num_tokens, num_topk, step, chunk: 0, live_tokens: 0 };
+        let tokens =
+            DeviceTokens { values, ids, weights, tokens: 0..self.num_tokens, num_topk, step, chunk: 0, live_tokens: 0 };
         let sent = || world.exchanged().sent_bytes as f64;
         let before = sent();
         marks[0].record(stream)?;

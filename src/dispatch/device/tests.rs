@@ -271,7 +271,8 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let (num_tokens, num_topk) = (home.idx.len() / world.num_topk, world.num_topk);
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk, step: 0, chunk: 0, live_tokens: 0 };
+        let tokens =
+            DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk, step: 0, chunk: 0, live_tokens: 0 };
         self.buffers.poison(&self.gpu).unwrap();
         self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
         f(&mut self.buffers, &tokens).unwrap();
@@ -374,8 +375,16 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens =
-            DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0, chunk: 0, live_tokens: 0 };
+        let tokens = DeviceTokens {
+            values,
+            ids,
+            weights,
+            tokens: 0..num_tokens,
+            num_topk: world.num_topk,
+            step: 0,
+            chunk: 0,
+            live_tokens: 0,
+        };
         let target = self.put(bytes);
         let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);
         stages.add(&self.buffers, &tokens, target.address(), &mut out).unwrap();

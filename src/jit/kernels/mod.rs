@@ -82,7 +82,13 @@ pub fn travel(problem: &Problem, decision: &LayerDecision, levels: Levels, arch:
         form: combine_form(decision),
     };
     let passing_on = (levels == Levels::Two).then(|| kernels.forward(arch));
-    kernels.requests(arch).into_iter().chain(passing_on).chain([nvlink::NvlinkKernels.request(arch)]).chain(replayed(arch)).collect()
+    kernels
+        .requests(arch)
+        .into_iter()
+        .chain(passing_on)
+        .chain([nvlink::NvlinkKernels.request(arch)])
+        .chain(replayed(arch))
+        .collect()
 }
 
 /// Every kernel that `chooser` may give to a layer's experts, routed and shared, and what packs their weights.
