@@ -26,6 +26,9 @@ struct alignas(16) Word4 {
     u32 v[4];
 };
 
+/// How many there are: what the device has counted, or where the host knows it, what it says.
+DEVICE u64 number_of(const u32* live, u64 known) { return live != nullptr ? *live : known; }
+
 // ---- bits ----
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }

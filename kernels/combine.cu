@@ -30,13 +30,19 @@ struct CombineArgs {
     Run out[kMaxPeers];
     /// Who hears that what goes back is there.
     Raise raise;
-    /// Tokens, or rows that go back one by one.
+    /// Where it goes, where only the device knows; else null.
+    const Run* live_out;
+    /// How many there are, likewise.
+    const u32* live_tokens;
+    /// Tokens, or rows that go back one by one; or the most that there may be.
     u64 num_tokens;
     u32 num_topk;
     u32 padding;
 };
 
 static_assert(sizeof(CombineArgs) == ARGUMENTS_BYTES, "CombineArgs is the host's");
+
+DEVICE const Run* out_of(const CombineArgs& args) { return args.live_out != nullptr ? args.live_out : args.out; }
 
 /// Four columns of a row.
 template <u32 kBits>
@@ -66,9 +72,11 @@ DEVICE void store_columns(u8* rows, u64 row, u32 column, const float (&v)[4]) {
 /// Adds up the rows of each token's slots.
 template <u32 kRowBits, u32 kOutBits, bool kWeighted>
 DEVICE void sum_slots(const CombineArgs& args) {
-    for (u64 token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
+    const u64 num_tokens = number_of(args.live_tokens, args.num_tokens);
+    const Run* runs = out_of(args);
+    for (u64 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
         const u32* slot_row = args.slot_row + token * args.num_topk;
-        u8* out = reinterpret_cast<u8*>(run_of(args.out, token));
+        u8* out = reinterpret_cast<u8*>(run_of(runs, token));
         for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
             float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             for (u32 slot = 0; slot < args.num_topk; ++slot) {
@@ -92,8 +100,10 @@ DEVICE void sum_slots(const CombineArgs& args) {
 
 /// Owner: rows in the order in which they go back.
 extern "C" __global__ void __launch_bounds__(kThreads) return_slots(const __grid_constant__ CombineArgs args) {
-    for (u64 place = blockIdx.x; place < args.num_tokens; place += gridDim.x) {
-        u8* out = reinterpret_cast<u8*>(run_of(args.out, place));
+    const u64 num_rows = number_of(args.live_tokens, args.num_tokens);
+    const Run* runs = out_of(args);
+    for (u64 place = blockIdx.x; place < num_rows; place += gridDim.x) {
+        u8* out = reinterpret_cast<u8*>(run_of(runs, place));
         for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
             float v[4];
             load_columns<32>(args.rows, args.slot_row[place], column, v);

@@ -14,6 +14,9 @@ struct DenseArgs {
     /// The norm's weight, what is added, or `[2]` counts of block scales that saturated and that became 0.
     void* other;
     void* out;
+    /// How many rows there are, where only the device knows; else null.
+    const u32* live_rows;
+    /// Rows, or the most that there may be, of which parts are made.
     u64 num_rows;
     /// Values of a row.
     u32 width;
@@ -28,6 +31,8 @@ static_assert(sizeof(DenseArgs) == ARGUMENTS_BYTES, "DenseArgs is the host's");
 
 constexpr u32 kThreads = 256;
 
+DEVICE u64 num_rows_of(const DenseArgs& args) { return number_of(args.live_rows, args.num_rows); }
+
 DEVICE u16 bf16_of(float value) { return static_cast<u16>(pack_bf16(value, 0.0f)); }
 
 DEVICE bool is_finite(float value) { return (as_bits(value) & 0x7f800000u) != 0x7f800000u; }
@@ -35,7 +40,7 @@ DEVICE bool is_finite(float value) { return (as_bits(value) & 0x7f800000u) != 0x
 /// `num_parts` bf16 planes of `[num_rows, width]` whose sum is the f32 value: three hold all of its 24 bits. The first
 /// alone is the value rounded, ties to even.
 extern "C" __global__ void __launch_bounds__(kThreads) split_parts(const __grid_constant__ DenseArgs args) {
-    const u64 num_values = args.num_rows * args.width;
+    const u64 num_values = num_rows_of(args) * args.width, part_values = args.num_rows * args.width;
     const float* in = static_cast<const float*>(args.in);
     u16* out = static_cast<u16*>(args.out);
     for (u64 i = blockIdx.x * static_cast<u64>(kThreads) + threadIdx.x; i < num_values;
@@ -49,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) split_parts(const __grid_
                 taken = as_float(as_bits(rest) & 0xffff0000u);
                 bits = static_cast<u16>(as_bits(taken) >> 16);
             }
-            out[part * num_values + i] = bits;
+            out[part * part_values + i] = bits;
             rest = is_finite(taken) ? __fsub_rn(rest, taken) : 0.0f;
         }
     }
@@ -57,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) split_parts(const __grid_
 
 /// bf16 rows `[num_rows, width]` to f32.
 extern "C" __global__ void __launch_bounds__(kThreads) widen_rows(const __grid_constant__ DenseArgs args) {
-    const u64 num_values = args.num_rows * args.width;
+    const u64 num_values = num_rows_of(args) * args.width;
     const u16* in = static_cast<const u16*>(args.in);
     float* out = static_cast<float*>(args.out);
     for (u64 i = blockIdx.x * static_cast<u64>(kThreads) + threadIdx.x; i < num_values;
@@ -68,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) widen_rows(const __grid_c
 
 /// f32 rows `[num_rows, width]` through NVFP4: bf16 `e2m1 * e4m3`, without the global scale. A thread takes a block of 16.
 extern "C" __global__ void __launch_bounds__(kThreads) quantise_rows(const __grid_constant__ DenseArgs args) {
-    const u64 num_blocks = args.num_rows * (args.width / 16);
+    const u64 num_blocks = num_rows_of(args) * (args.width / 16);
     const float inverse_scale = __fdiv_rn(1.0f, args.constant);
     QuantCounts counts = {0, 0};
     for (u64 i = blockIdx.x * static_cast<u64>(kThreads) + threadIdx.x; i < num_blocks;
@@ -95,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) rms_norm(const __grid_con
     __shared__ double of_warp[kThreads / kWarp];
     const float* weight = static_cast<const float*>(args.other);
     u16* out = static_cast<u16*>(args.out);
-    for (u64 row = blockIdx.x; row < args.num_rows; row += gridDim.x) {
+    const u64 num_rows = num_rows_of(args);
+    for (u64 row = blockIdx.x; row < num_rows; row += gridDim.x) {
         const float* in = static_cast<const float*>(args.in) + row * args.width;
         double sum = 0.0;
         for (u32 i = threadIdx.x; i < args.width; i += kThreads) sum += static_cast<double>(in[i]) * in[i];
@@ -117,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rms_norm(const __grid_con
 
 /// `out += other`, `[num_rows, width]` f32.
 extern "C" __global__ void __launch_bounds__(kThreads) add_rows(const __grid_constant__ DenseArgs args) {
-    const u64 num_values = args.num_rows * args.width;
+    const u64 num_values = num_rows_of(args) * args.width;
     const float* other = static_cast<const float*>(args.other);
     float* out = static_cast<float*>(args.out);
     for (u64 i = blockIdx.x * static_cast<u64>(kThreads) + threadIdx.x; i < num_values;

@@ -26,6 +26,9 @@ struct DenseProductArgs {
     const u8* x;
     /// `[num_rows, num_features]`
     float* out;
+    /// How many rows there are, where only the device knows; else null.
+    const u32* live_rows;
+    /// Rows of a part of `x`: as many as there are, or may be.
     u64 num_rows;
     u32 num_features;
     /// What is summed; a multiple of 8.
@@ -122,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) dense_product(const __gri
     const u32 shared = shared_address(shared_memory);
     const u32 lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
     const u32 num_steps = ceil_div(args.width, kStepK) * args.num_weight_parts * args.num_x_parts;
-    const u64 row_blocks = ceil_div(args.num_rows, static_cast<u64>(BLOCK_ROWS));
+    const u64 num_rows = number_of(args.live_rows, args.num_rows);
+    const u64 row_blocks = ceil_div(num_rows, static_cast<u64>(BLOCK_ROWS));
     const u64 num_tiles = row_blocks * ceil_div(args.num_features, kFeatures);
     for (u64 tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
         const u32 first_feature = static_cast<u32>(tile / row_blocks) * kFeatures;
@@ -135,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) dense_product(const __gri
                 const u64 of_x = next.x_part * args.num_rows * args.width;
                 copy_rows<kFeatures>(stage, args.weights + of_weights * 2, first_feature, args.num_features, next.k,
                                      args.width);
-                copy_rows<BLOCK_ROWS>(stage + kFeatures * kStepBytes, args.x + of_x * 2, first_row, args.num_rows,
-                                      next.k, args.width);
+                copy_rows<BLOCK_ROWS>(stage + kFeatures * kStepBytes, args.x + of_x * 2, first_row, num_rows, next.k,
+                                      args.width);
                 next.advance(args.width);
             }
             copy_async_commit();
@@ -165,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) dense_product(const __gri
             for (u32 i = 0; i < 4; ++i) {
                 const u32 feature = first_feature + threadIdx.x / kWarp * 16 + g + i / 2 * 8;
                 const u64 row = first_row + n * 8 + 2 * t + i % 2;
-                if (feature < args.num_features && row < args.num_rows) {
+                if (feature < args.num_features && row < num_rows) {
                     args.out[row * args.num_features + feature] = sums[n][i];
                 }
             }

@@ -5,10 +5,14 @@
 // order: count_tokens, sum_tiles, pack_tokens. The last packs into memory of this device, for others to carry, or straight into
 // the regions of other ranks.
 //
+// In two levels a token goes once to each node, by the ranks through which it enters them (`entries`); those pass it on as it
+// came (`ENCODED`), with the ids of who reads it.
+//
 // Defined before this file:
 //   ARGUMENTS_BYTES   the size of the host's `DispatchArgs`
 //   HIDDEN            width, a multiple of 16
 //   PAYLOAD_BITS      32: values travel as f32; 16: as bf16; 4: as NVFP4
+//   ENCODED           1: tokens have come as they travel, to be passed on
 
 #include "base.cuh"
 #include "nvfp4.cuh"
@@ -24,12 +28,15 @@ struct DispatchArgs {
     u64 rooms[kMaxPeers];
     /// Who hears that the tokens are there.
     Raise raise;
-    /// `[num_tokens, HIDDEN]` f32.
-    const float* values;
-    /// `[num_tokens, num_topk]` experts; what is no expert is masked.
+    /// `[num_tokens]` values of tokens, from one to the next `value_bytes`: `[HIDDEN]` f32, or as they travel.
+    const u8* values;
+    /// `[num_tokens, num_topk]` experts; what is no expert is masked. From token to token `slot_stride` words.
     const u32* ids;
-    /// `[num_tokens, num_topk]`
+    /// `[num_tokens, num_topk]`, likewise.
     const float* weights;
+    /// `[num_ranks]` the rank through which this one's tokens come to each, under the experts' own ids; null: none but itself,
+    /// under its local ids.
+    const u32* entries;
     /// `[2 * num_ranks + num_experts]` tokens and slots for each rank, rows of each expert; the last are added to.
     u32* totals;
     /// `[2 * num_ranks, num_tiles]` tokens for each rank, then slots.
@@ -38,14 +45,20 @@ struct DispatchArgs {
     u32* slot_token;
     /// `[num_tokens, num_topk]` in its tile, which of the rank's slots it is.
     u32* slot_row;
-    /// What leaves, by destination, if it is not stored into rooms.
+    /// What leaves, by destination, if it is not stored into rooms; null: nothing leaves, `home_rows` are wanted.
     u8* packed;
     /// `[num_tokens, num_topk]` where rows come home: of each slot, or of the token's ranks in ascending order; then kNoRow.
+    /// Null: they come by another way.
     u32* home_rows;
     /// `[2]` block scales that saturated and that became 0, once for each destination. Added to.
     u64* counts;
+    /// How many tokens there are, where only the device knows; else null.
+    const u32* live_tokens;
     /// From token to token of `packed`, a multiple of 16.
     u64 row_bytes;
+    u64 value_bytes;
+    u64 slot_stride;
+    /// Tokens, or the most that there may be.
     u32 num_tokens;
     u32 num_topk;
     u32 num_ranks;
@@ -61,7 +74,7 @@ struct DispatchArgs {
 
 static_assert(sizeof(DispatchArgs) == ARGUMENTS_BYTES, "DispatchArgs is the host's");
 
-/// An expert as its rank numbers it.
+/// An expert as the rank that a token goes to for it numbers it.
 struct Owner {
     u32 rank;
     u32 local_idx;
@@ -74,6 +87,16 @@ DEVICE Owner owner_of(const DispatchArgs& args, u32 expert) {
     if (expert < in_larger) return {expert / (base + 1), expert % (base + 1)};
     const u32 rest = expert - in_larger;
     return {extra + rest / base, rest % base};
+}
+
+/// Where a token goes for an expert.
+DEVICE Owner destination_of(const DispatchArgs& args, u32 expert) {
+    const Owner owner = owner_of(args, expert);
+    return args.entries == nullptr ? owner : Owner{args.entries[owner.rank], expert};
+}
+
+DEVICE u32 num_tokens_of(const DispatchArgs& args) {
+    return static_cast<u32>(number_of(args.live_tokens, args.num_tokens));
 }
 
 /// A warp a tile. Dynamic shared memory: three words a rank.
@@ -91,14 +114,14 @@ extern "C" __global__ void __launch_bounds__(kWarp) count_tokens(const __grid_co
     __syncwarp();
 
     const u32 first = tile * args.tile_tokens;
-    const u32 end = min_of(args.num_tokens, first + args.tile_tokens);
+    const u32 end = min_of(num_tokens_of(args), first + args.tile_tokens);
     for (u32 token = first; token < end; ++token) {
         for (u32 first_slot = 0; first_slot < args.num_topk; first_slot += kWarp) {
             const u32 slot = first_slot + lane;
             const u64 at = static_cast<u64>(token) * args.num_topk + slot;
-            const u32 expert = slot < args.num_topk ? args.ids[at] : kNoRow;
+            const u32 expert = slot < args.num_topk ? args.ids[token * args.slot_stride + slot] : kNoRow;
             const bool is_hosted = expert < args.num_experts;
-            const u32 rank = is_hosted ? owner_of(args, expert).rank : kNoRow;
+            const u32 rank = is_hosted ? destination_of(args, expert).rank : kNoRow;
             const u32 peers = __match_any_sync(kAllLanes, rank);
             u32 place = kNoRow, row = kNoRow;
             bool is_new = false;
@@ -156,8 +179,24 @@ struct Target {
     u32 padding;
 };
 
+#if ENCODED
+/// Writes a token's values as they came to all of its targets.
+DEVICE void pack_values(const DispatchArgs&, const u8* from, const Target* targets, u32 num_targets) {
+    // Tokens begin at multiples of 16 bytes; what lies between values and ids has come as zeros.
+    constexpr u32 kPieces = kIdsAt / 16;
+    for (u32 piece = threadIdx.x; piece < kPieces; piece += kThreads) {
+        const Word4 words = reinterpret_cast<const Word4*>(from)[piece];
+        for (u32 target = 0; target < num_targets; ++target) reinterpret_cast<Word4*>(targets[target].row)[piece] = words;
+    }
+    for (u32 word = kPieces * 4 + threadIdx.x; word < kIdsAt / 4; word += kThreads) {
+        const u32 bits = reinterpret_cast<const u32*>(from)[word];
+        for (u32 target = 0; target < num_targets; ++target) reinterpret_cast<u32*>(targets[target].row)[word] = bits;
+    }
+}
+#else
 /// Writes a token's values to all of its targets, and counts what happened to block scales.
-DEVICE void pack_values(const DispatchArgs& args, const float* values, const Target* targets, u32 num_targets) {
+DEVICE void pack_values(const DispatchArgs& args, const u8* from, const Target* targets, u32 num_targets) {
+    const float* values = reinterpret_cast<const float*>(from);
 #if PAYLOAD_BITS == 4
     const float inverse_scale = __fdiv_rn(1.0f, args.input_scale);
     u32 num_saturated = 0, num_zeroed = 0;
@@ -211,6 +250,7 @@ DEVICE void pack_values(const DispatchArgs& args, const float* values, const Tar
     }
 #endif
 }
+#endif
 
 /// Local ids and weights of all slots, -1 and 0 where another rank hosts them, and zeros around them.
 DEVICE void pack_slots(const DispatchArgs& args, const Slot* slots, const Target* targets, u32 num_targets) {
@@ -243,7 +283,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
     __shared__ u32 num_targets;
     Target* targets = reinterpret_cast<Target*>(of_token);
     Slot* slots = reinterpret_cast<Slot*>(targets + args.num_topk);
-    for (u32 token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
+    const u32 num_tokens = num_tokens_of(args);
+    for (u32 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
         const u64 first_slot = static_cast<u64>(token) * args.num_topk;
         const u32 tile = token / args.tile_tokens;
         // The token before is through with what is shared.
@@ -252,10 +293,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
         for (u32 slot = threadIdx.x; slot < args.num_topk; slot += kThreads) {
             const u64 at = first_slot + slot;
             const u32 in_tile = args.slot_token[at];
-            Slot mine = {kNoRow, kNoRow, args.weights[at], kNoRow, kNoRow, 0};
+            const u64 brought_at = token * args.slot_stride + slot;
+            Slot mine = {kNoRow, kNoRow, args.weights[brought_at], kNoRow, kNoRow, 0};
             u32 home_row = kNoRow;
             if (in_tile != kNoRow) {
-                const Owner owner = owner_of(args, args.ids[at]);
+                const Owner owner = destination_of(args, args.ids[brought_at]);
                 const u32* tiles = args.tiles + static_cast<u64>(owner.rank) * args.num_tiles + tile;
                 mine.rank = owner.rank;
                 mine.local_idx = owner.local_idx;
@@ -265,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
                            tiles[static_cast<u64>(args.num_ranks) * args.num_tiles] + args.slot_row[at];
             }
             slots[slot] = mine;
-            args.home_rows[at] = args.per_slot != 0 ? home_row : kNoRow;
+            if (args.home_rows != nullptr) args.home_rows[at] = args.per_slot != 0 ? home_row : kNoRow;
         }
         __syncthreads();
         for (u32 slot = threadIdx.x; slot < args.num_topk; slot += kThreads) {
@@ -286,11 +328,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_
                           : reinterpret_cast<u8*>(args.rooms[mine.rank] + mine.in_rank * args.row_bytes);
             targets[num_lower] = {row, mine.rank, 0};
             // A rank's row comes home to where its token lies in what left.
-            if (args.per_slot == 0) args.home_rows[first_slot + num_lower] = mine.place;
-            atomicAdd(&num_targets, 1u);
+            if (args.per_slot == 0 && args.home_rows != nullptr) args.home_rows[first_slot + num_lower] = mine.place;
+            if (args.packed != nullptr || args.raise.num_ranks != 0) atomicAdd(&num_targets, 1u);
         }
         __syncthreads();
-        pack_values(args, args.values + static_cast<u64>(token) * HIDDEN, targets, num_targets);
+        pack_values(args, args.values + token * args.value_bytes, targets, num_targets);
         pack_slots(args, slots, targets, num_targets);
     }
     raise_when_done(args.raise);

@@ -4,21 +4,7 @@
 #pragma once
 
 #include "base.cuh"
-
-/// One local expert; mirrored by `ExpertEntry` in src/jit/kernels/grouped_gemm.rs.
-struct Expert {
-    /// Images of gate with up, and of down; null: the expert is of another format, and none of its rows are touched.
-    const u8* fc1;
-    const u8* fc2;
-    /// Global scales of the weights.
-    float gate_scale;
-    float up_scale;
-    float down_scale;
-    /// FC2's `input_scale`; read where its input goes through NVFP4.
-    float input_scale;
-};
-
-static_assert(sizeof(Expert) == 32, "Expert is ExpertEntry");
+#include "expert.cuh"
 
 /// The arguments of every grouped GEMM; mirrored by `GroupedGemmArgs` in src/jit/kernels/grouped_gemm.rs.
 struct GroupedGemmArgs {
@@ -44,8 +30,10 @@ struct GroupedGemmArgs {
     u64* counts;
     /// `[2]` the grid barrier of grouped_gemm_small.cu, zero before the first launch.
     u32* barrier;
-    /// `[2]` tiles of FC1 and of FC2 that blocks of grouped_gemm_wgmma.cu have asked for, zero before the first launch.
+    /// `[1]` tiles of grouped_gemm_wgmma.cu that its blocks have asked for; zero whenever no kernel runs.
     u32* given_out;
+    /// Rows of all of `experts`, where only the device knows them; else null.
+    const u32* num_rows;
     /// Multiplies every token value.
     float token_scale;
     u32 num_experts;
@@ -54,6 +42,9 @@ struct GroupedGemmArgs {
 };
 
 static_assert(sizeof(GroupedGemmArgs) == ARGUMENTS_BYTES, "GroupedGemmArgs is the host's");
+
+/// Whether there is anything to do: a launch that was queued before anybody knew ends at once.
+DEVICE bool has_rows(const GroupedGemmArgs& args) { return args.num_rows == nullptr || *args.num_rows != 0; }
 
 /// Counts a tile's rows as stored; one thread of one block does, for each block of rows.
 DEVICE void count_rows(const GroupedGemmArgs& args, u32 num_rows) {

@@ -15,6 +15,9 @@ struct GatedArgs {
     u16* inner;
     /// `[3]`: block scales that saturated and that became 0, of which there are none here, and rows stored. Added to.
     u64* counts;
+    /// How many rows there are, where only the device knows; else null.
+    const u32* live_rows;
+    /// Rows, or the most that there may be.
     u64 num_rows;
     /// Width between FC1 and FC2, a multiple of 4.
     u32 width;
@@ -27,7 +30,7 @@ constexpr u32 kThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kThreads) activate_rows(const __grid_constant__ GatedArgs args) {
     const u32 groups_a_row = args.width / 4;
-    const u64 num_groups = args.num_rows * groups_a_row;
+    const u64 num_groups = number_of(args.live_rows, args.num_rows) * groups_a_row;
     u32 num_stored = 0;
     for (u64 i = blockIdx.x * static_cast<u64>(kThreads) + threadIdx.x; i < num_groups;
          i += gridDim.x * static_cast<u64>(kThreads)) {

@@ -251,9 +251,9 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fc1(const __grid_constant__ GroupedGemmArgs args) {
-    grouped_gemm<true>(args);
+    if (has_rows(args)) grouped_gemm<true>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fc2(const __grid_constant__ GroupedGemmArgs args) {
-    grouped_gemm<false>(args);
+    if (has_rows(args)) grouped_gemm<false>(args);
 }

@@ -255,6 +255,7 @@ DEVICE void grid_barrier(u32* barrier) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
+    if (!has_rows(args)) return;
     // NOTE: bulk copies to addresses that 128 does not divide are slower.
     alignas(128) extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[kWarps * NUM_STAGES];

@@ -4,16 +4,14 @@
 // images (image.cuh): `fc1` writes the second, `fc2` writes rows. One block a multiprocessor, each of kThreads threads; it
 // takes a tile as soon as it has copied the last: tiles differ in what they take. Dynamic shared memory: kSharedBytes + 1024.
 //
-// The image of rows comes from `gather_tokens` of permute.cu; or, with few rows a tile, from a warpgroup of `fc1` that
-// gathers for all blocks while others multiply. A tile then waits for its rows, so that all blocks have to run at once:
-// `fc1` is launched cooperatively.
+// The image of rows comes from warps of `fc1` that gather for all blocks while others multiply. A tile waits for its rows, so
+// that all blocks have to run at once: `fc1` is launched cooperatively.
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
 //   WEIGHT_BITS, QUANTISE, OUTPUT_BITS   as in grouped_gemm_mma.cu
 //   BLOCK_ROWS             rows a tile: 16, 32, 64, 128 or 256. It changes no bits: every output is one chain over K
 //   WIDTHS                 bit i: a tile may be computed as 16 (i + 1) rows, if it has no more. It changes no bits either
-//   GATHERS                1: `fc1` gathers its rows; the accumulators of 256 leave no registers for it
 //   NUM_STAGES             stages of weights and rows under way
 //   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
 //   ACTIVATION, ...        see activation.cuh
@@ -26,17 +24,17 @@
 #include "wgmma_tiles.cuh"
 
 /// Whether a copying warp brings rows: the last does, or with two steps a stage the first two, a step each.
-DEVICE bool copies_rows(u32 warp) { return kStageSteps == 1 ? warp == 3 : warp < kStageSteps; }
+DEVICE bool copies_rows(u32 warp) { return kStageSteps == 1 ? warp == kCopyWarps - 1 : warp < kStageSteps; }
 
-/// Copies all stages of a tile. One lane of each of four warps: warp w brings units kTiles w .. of the block; copies
-/// issued in straight lines by four warps were 2 to 8 % faster than by one.
+/// Copies all stages of a tile. One lane of each copying warp: warp w brings units 2 w, 2 w + 1 of the block; copies issued in
+/// straight lines by four warps were 2 to 8 % faster than by one.
 ///
 /// NOTE: every instruction here takes its turn from a warp that decodes. With addresses computed anew at every step this was
 /// 80 of them, and the whole layer 4 to 8 % slower than with pointers that move on.
 template <bool kIsFc1>
 DEVICE void copy_tile(const GroupedGemmArgs& args, const Work& work, Pipeline& ring) {
     using G = Gemm<kIsFc1>;
-    constexpr u32 kUnitsPerWarp = kUnitsPerBlock / 4;
+    constexpr u32 kUnitsPerWarp = kUnitsPerBlock / kCopyWarps;
     const u32 warp = threadIdx.x / kWarp, first = warp * kUnitsPerWarp, first_unit = work.weight_block * kUnitsPerBlock;
     const u32 num_units = min_of(kUnitsPerBlock, G::kUnits - first_unit);
     const Expert& expert = args.experts[work.expert];
@@ -228,16 +226,15 @@ DEVICE void compute_tile(const GroupedGemmArgs& args, u32 num_rows, const Seat& 
     }
 }
 
-#if GATHERS
 /// Gathers this block's share of all rows.
 DEVICE void gather(const GroupedGemmArgs& args) {
     TileCursor<kParts, kGroupRows> cursor(args);
     Place place;
     for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
         const u32 group_idx = place.index / kParts, first = place.index % kParts * kPartSteps;
-        gather_group<kGroupThreads>(args, place, group_idx, first, min_of(kFc1Steps, first + kPartSteps));
-        named_barrier<kGroupThreads>(7);
-        if (threadIdx.x % kGroupThreads == 0) {
+        gather_group<kGatherThreads>(args, place, group_idx, first, min_of(kFc1Steps, first + kPartSteps));
+        named_barrier<kGatherThreads>(7);
+        if (threadIdx.x % kGatherThreads == 0) {
             add_release(args.gathered + place.padded_row / kGroupRows + group_idx, 1);
         }
     }
@@ -256,14 +253,47 @@ DEVICE void wait_gathered(const GroupedGemmArgs& args, const Work& work) {
 
 /// Counts of gathered parts, back to zero; FC1 has waited for all of them.
 DEVICE void forget_gathered(const GroupedGemmArgs& args) {
-    const u32 thread = blockIdx.x * kGroupThreads + threadIdx.x % kGroupThreads;
-    for (u32 i = thread; i < args.num_groups; i += gridDim.x * kGroupThreads) args.gathered[i] = 0;
+    const u32 thread = blockIdx.x * kGatherThreads + threadIdx.x % kGatherThreads;
+    for (u32 i = thread; i < args.num_groups; i += gridDim.x * kGatherThreads) args.gathered[i] = 0;
 }
-#endif
+
+/// What gathering warps do.
+template <bool kIsFc1>
+DEVICE void gather_or_forget(const GroupedGemmArgs& args) {
+    if constexpr (kIsFc1) {
+        gather(args);
+    } else {
+        forget_gathered(args);
+    }
+}
+
+/// Copies this block's tiles: the one of its number, then whichever is next when one has been copied. The others of the grid
+/// have it too: `given_out` counts what was asked for, one tile for each that was begun, and whoever asked last zeroes it.
+template <bool kIsFc1>
+DEVICE void copy_tiles(const GroupedGemmArgs& args, Pipeline& ring, volatile u32 (&next_tiles)[2]) {
+    TileCursor<Gemm<kIsFc1>::kWeightBlocks, BLOCK_ROWS> cursor(args);
+    Place place;
+    u32 index = blockIdx.x;
+    for (u32 turn = 0; cursor.find(index, place); turn ^= 1) {
+        // Asked for now, so that it is there when this tile is copied.
+        u32 next = 0;
+        if (threadIdx.x == 0) next = gridDim.x + atomicAdd(args.given_out, 1);
+        if (kIsFc1 && copies_rows(threadIdx.x / kWarp)) wait_gathered(args, Work::of(place));
+        if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, Work::of(place), ring);
+        if (threadIdx.x == 0) next_tiles[turn] = next;
+        named_barrier<kCopyWarps * kWarp>(6);
+        index = next_tiles[turn];
+    }
+    if (threadIdx.x == 0) {
+        if (index == gridDim.x + cursor.count() - 1) *args.given_out = 0;
+        barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
+        Work::none().put(ring.work());
+        barrier_arrive(ring.full_barrier());
+    }
+}
 
 template <bool kIsFc1>
 DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
-    using G = Gemm<kIsFc1>;
     extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[2 * NUM_STAGES];
     __shared__ Word4 works[2 * kWorks];
@@ -282,38 +312,16 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
 
     if (threadIdx.x < kGroupThreads) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
-        TileCursor<G::kWeightBlocks, BLOCK_ROWS> cursor(args);
-        Place place;
-        u32* const given_out = args.given_out + (kIsFc1 ? 0 : 1);
-        // The other product's kernel has ended.
-        if (blockIdx.x == 0 && threadIdx.x == 0) args.given_out[kIsFc1 ? 1 : 0] = 0;
-        u32 index = blockIdx.x;
-        for (u32 turn = 0; cursor.find(index, place); turn ^= 1) {
-            // Asked for now, so that it is there when this tile is copied.
-            u32 next = 0;
-            if (threadIdx.x == 0) next = gridDim.x + atomicAdd(given_out, 1);
-#if GATHERS
-            if (kIsFc1 && copies_rows(threadIdx.x / kWarp)) wait_gathered(args, Work::of(place));
-#endif
-            if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, Work::of(place), ring);
-            if (threadIdx.x == 0) next_tiles[turn] = next;
-            named_barrier<kGroupThreads>(6);
-            index = next_tiles[turn];
-        }
-        if (threadIdx.x == 0) {
-            barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
-            Work::none().put(ring.work());
-            barrier_arrive(ring.full_barrier());
-        }
-#if GATHERS
-    } else if (threadIdx.x >= 3 * kGroupThreads) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGatherRegisters));
-        if constexpr (kIsFc1) {
-            gather(args);
+        if (threadIdx.x < kCopyWarps * kWarp) {
+            copy_tiles<kIsFc1>(args, ring, next_tiles);
         } else {
-            forget_gathered(args);
+            gather_or_forget<kIsFc1>(args);
         }
-#endif
+    } else if (threadIdx.x >= 3 * kGroupThreads) {
+        if constexpr (kWarpgroups == 4) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGatherRegisters));
+            gather_or_forget<kIsFc1>(args);
+        }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
         const Seat seat = Seat::mine();
@@ -333,9 +341,9 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1(const __grid_constant__ GroupedGemmArgs args) {
-    grouped_gemm<true>(args);
+    if (has_rows(args)) grouped_gemm<true>(args);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc2(const __grid_constant__ GroupedGemmArgs args) {
-    grouped_gemm<false>(args);
+    if (has_rows(args)) grouped_gemm<false>(args);
 }

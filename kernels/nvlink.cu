@@ -25,6 +25,8 @@ struct NvlinkArgs {
     u64 alarms_at;
     /// What a flag of this phase holds when it is raised.
     u64 word;
+    /// Where that lies instead, of a step that is replayed; else null.
+    const u64* live_word;
     /// How long a flag is waited for.
     u64 limit_ns;
     /// How long what is queued behind is held back after an alarm, so that the host can end the job before anything reads
@@ -57,6 +59,9 @@ DEVICE u64 now_ns() {
 
 DEVICE void pause() { asm volatile("nanosleep.u32 200;"); }
 
+/// What a flag of this phase holds.
+DEVICE u64 word_of(const NvlinkArgs& args) { return args.live_word != nullptr ? *args.live_word : args.word; }
+
 /// The first expert of a rank: src/dispatch/placement.rs.
 DEVICE u32 first_expert(const NvlinkArgs& args, u32 rank) {
     const u32 base = args.num_experts / args.num_ranks, extra = args.num_experts % args.num_ranks;
@@ -83,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kTellThreads) tell(const __grid_con
     __syncthreads();
     if (threadIdx.x != 0) return;
     fence_system();
-    store_release_system(region + args.flags_at + 8 * args.rank, args.word);
+    store_release_system(region + args.flags_at + 8 * args.rank, word_of(args));
 }
 
 /// An alarm of this rank, for its own host and for every rank that may wait for it.
@@ -105,18 +110,18 @@ DEVICE bool wait_for(const NvlinkArgs& args, u32 source) {
     const u64 own = args.regions[args.rank];
     const u64 flag = own + args.flags_at + 8 * source;
     const u64 alarm = own + args.alarms_at + 8 * kWordsOfAlarm * source;
-    const u64 begin = now_ns();
+    const u64 begin = now_ns(), word = word_of(args);
     for (u32 round = 0;; ++round) {
         const u64 seen = load_acquire_system(flag);
-        if (seen == args.word) return true;
-        const u32 ahead = static_cast<u32>(seen >> 32) - static_cast<u32>(args.word >> 32);
+        if (seen == word) return true;
+        const u32 ahead = static_cast<u32>(seen >> 32) - static_cast<u32>(word >> 32);
         const bool is_other = seen != 0 && ahead < 0x80000000u;
         const bool is_late = !is_other && now_ns() - begin > args.limit_ns;
         if (is_other || is_late) {
             const u64 kind = is_other ? kOther : kLate;
             const u64 state = 1ull << 63 | kind << 56 | static_cast<u64>(args.phase) << 48 |
                               static_cast<u64>(args.rank) << 24 | source;
-            raise_alarm(args, source, state, args.word, seen);
+            raise_alarm(args, source, state, word, seen);
             return false;
         }
         // Whoever is waited for may itself wait in vain: then that is the cause.

@@ -22,6 +22,8 @@ struct Raise {
     u64 flags[kMaxPeers];
     /// What they then hold.
     u64 word;
+    /// Where that lies instead, of a step that is replayed; else null.
+    const u64* live_word;
     /// Blocks that are through; 0 before and after.
     u32* done;
     /// 0: the rows go to nobody.
@@ -63,7 +65,8 @@ DEVICE void raise_when_done(const Raise& raise) {
     if (is_last == 0) return;
     // The other blocks' rows are seen to be stored; they come before the flags.
     fence_system();
+    const u64 word = raise.live_word != nullptr ? *raise.live_word : raise.word;
     for (u32 rank = threadIdx.x; rank < raise.num_ranks; rank += blockDim.x) {
-        store_release_system(raise.flags[rank], raise.word);
+        store_release_system(raise.flags[rank], word);
     }
 }

@@ -14,6 +14,7 @@ constexpr u32 kThreads = 256;
 
 /// Reads `args.tokens`, writes `args.image`.
 extern "C" __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant__ GroupedGemmArgs args) {
+    if (!has_rows(args)) return;
     TileCursor<1, kGroupRows> cursor(args);
     Place place;
     for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {

@@ -24,6 +24,10 @@ constexpr u32 kThreads = 256;
 struct ReceiveArgs {
     /// `[num_tokens]` rows as they were packed, by source rank.
     Run packed[kMaxPeers];
+    /// The same where only the device knows them; else null.
+    const Run* live_packed;
+    /// How many tokens there are, likewise.
+    const u32* live_tokens;
     /// `[num_experts + 1]` where each expert's rows start.
     const u32* expert_offsets;
     /// `[num_experts + 1, num_tiles]` rows of each expert, then of all.
@@ -46,6 +50,7 @@ struct ReceiveArgs {
     u64* counts;
     /// From token to token of `packed`, a multiple of 16.
     u64 row_bytes;
+    /// Tokens, or the most that there may be.
     u32 num_tokens;
     u32 num_topk;
     /// Experts of this rank.
@@ -60,7 +65,12 @@ struct ReceiveArgs {
 static_assert(sizeof(ReceiveArgs) == ARGUMENTS_BYTES, "ReceiveArgs is the host's");
 
 DEVICE const u8* row_of(const ReceiveArgs& args, u32 token) {
-    return reinterpret_cast<const u8*>(run_of(args.packed, token) + token * args.row_bytes);
+    const Run* packed = args.live_packed != nullptr ? args.live_packed : args.packed;
+    return reinterpret_cast<const u8*>(run_of(packed, token) + token * args.row_bytes);
+}
+
+DEVICE u32 num_tokens_of(const ReceiveArgs& args) {
+    return static_cast<u32>(number_of(args.live_tokens, args.num_tokens));
 }
 
 DEVICE u32 id_of(const u8* row, u32 slot) { return reinterpret_cast<const u32*>(row + kIdsAt)[slot]; }
@@ -74,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kWarp) index_slots(const __grid_con
     __syncwarp();
 
     const u32 first = tile * args.tile_tokens;
-    const u32 end = min_of(args.num_tokens, first + args.tile_tokens);
+    const u32 end = min_of(num_tokens_of(args), first + args.tile_tokens);
     for (u32 token = first; token < end; ++token) {
         const u8* row = row_of(args, token);
         for (u32 first_slot = 0; first_slot < args.num_topk; first_slot += kWarp) {
@@ -192,7 +202,8 @@ DEVICE void unpack_values(const ReceiveArgs& args, const u8* row, u8* to) {
 
 /// A block a token, any number of blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 4) unpack_tokens(const __grid_constant__ ReceiveArgs args) {
-    for (u32 token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
+    const u32 num_tokens = num_tokens_of(args);
+    for (u32 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
         const u8* row = row_of(args, token);
         const u32 tile = token / args.tile_tokens;
         for (u32 slot = threadIdx.x; slot < args.num_topk; slot += kThreads) {

@@ -27,6 +27,9 @@ struct TopkArgs {
     int* idx;
     /// `[num_tokens, NUM_TOPK]`
     float* weights;
+    /// How many tokens there are, where only the device knows; else null.
+    const u32* live_tokens;
+    /// Tokens, or the most that there may be.
     u64 num_tokens;
 };
 
@@ -159,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(256) select_topk(const __grid_const
     const u32 lane = threadIdx.x % kWarp;
     const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
     const u64 num_warps = static_cast<u64>(gridDim.x) * blockDim.x / kWarp;
-    for (u64 token = warp; token < args.num_tokens; token += num_warps) {
+    for (u64 token = warp, end = number_of(args.live_tokens, args.num_tokens); token < end; token += num_warps) {
         Scores row;
         const bool has_any = score_row(args.logits + token * NUM_EXPERTS, args.bias, row);
         if (TOPK_GROUP < NUM_GROUPS && has_any) mask_groups(row);

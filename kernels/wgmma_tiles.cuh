@@ -13,12 +13,15 @@ static_assert(HIDDEN % 16 == 0 && INTERMEDIATE % 16 == 0, "NVFP4 blocks divide b
 static_assert(WEIGHT_BITS == 4 || WEIGHT_BITS == 16, "weights are NVFP4 or bf16");
 static_assert(NUM_STAGES >= 2, "a stage is copied while another is multiplied");
 
-static_assert(!GATHERS || BLOCK_ROWS < 256, "256 rows want more registers than a fourth warpgroup leaves");
-
-// One warpgroup copies, two multiply, and one may gather. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two
-// tiles a warp has whole units, with one, which 256 rows leave registers for, a unit's two tiles are two warps'.
+// One warpgroup copies, two multiply, and one gathers; the sums of 256 rows leave no registers for a fourth, so that there half
+// of the first gathers. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has whole units, with
+// one, which 256 rows leave registers for, a unit's two tiles are two warps'.
 constexpr u32 kGroupThreads = 128;
-constexpr u32 kThreads = (GATHERS ? 4 : 3) * kGroupThreads;
+constexpr bool kIsRagged = (WIDTHS & (WIDTHS - 1)) != 0;
+constexpr u32 kWarpgroups = BLOCK_ROWS == 256 || (BLOCK_ROWS == 128 && kIsRagged) ? 3 : 4;
+constexpr u32 kThreads = kWarpgroups * kGroupThreads;
+constexpr u32 kCopyWarps = kWarpgroups == 4 ? 4 : 2;
+constexpr u32 kGatherThreads = kWarpgroups == 4 ? kGroupThreads : kGroupThreads / 2;
 constexpr u32 kTiles = BLOCK_ROWS == 256 ? 1 : 2;
 constexpr u32 kGroupUnits = 2 * kTiles;
 constexpr u32 kUnitsPerBlock = 2 * kGroupUnits;
@@ -47,9 +50,9 @@ static_assert(kSharedBytes + 1024 == SHARED_BYTES && kThreads == NUM_THREADS, "t
 static_assert(kSharedBytes + 1024 <= 232448 - 48 * NUM_STAGES, "a block's shared memory on sm_90 is 227 KB");
 
 // NOTE: setmaxnreg.inc waits for ever if the warpgroups together ask for more than the block was launched with.
-constexpr u32 kLaunchRegisters = GATHERS ? 128 : 168, kCopyRegisters = 40, kGatherRegisters = GATHERS ? 56 : 0;
-constexpr u32 kMultiplyRegisters = GATHERS ? 208 : 232;
-static_assert(kCopyRegisters + kGatherRegisters + 2 * kMultiplyRegisters <= kThreads / kGroupThreads * kLaunchRegisters,
+constexpr u32 kLaunchRegisters = kWarpgroups == 4 ? 128 : 168, kCopyRegisters = 40;
+constexpr u32 kGatherRegisters = kWarpgroups == 4 ? 56 : 0, kMultiplyRegisters = kWarpgroups == 4 ? 208 : 232;
+static_assert(kCopyRegisters + kGatherRegisters + 2 * kMultiplyRegisters <= kWarpgroups * kLaunchRegisters,
               "registers are only moved");
 
 // A group of 8 rows is gathered in parts, so that the first rows are soon there.

@@ -32,6 +32,13 @@ command -v shellcheck >/dev/null || install_missing shellcheck
 command -v shellcheck >/dev/null || fail 3 "shellcheck is not there; install it and run this again"
 shellcheck --external-sources launch/*.sh launch/lockstep.sbatch tests/*.sh tests/cluster/hosts.sh .ci/run
 
+step tables of benches
+if command -v python3 >/dev/null; then
+    python3 -B -m unittest discover --start-directory benches/peers
+else
+    say "no python3: the tables of benches/peers are not tested"
+fi
+
 step NVRTC
 if find_nvrtc; then
     # What is there has to work: tests that compile kernels fail instead of passing without having compiled.

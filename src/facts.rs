@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::backend::Isa;
+use crate::backend::best_instruction_set;
 use crate::cuda::{DeviceFacts, Devices, blas};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -32,11 +32,11 @@ pub enum FactsError {
     #[error("--isa {wanted} on {host}: this machine does not have it, its best is {best}; give --isa {best} or auto")]
     Isa {
         /// What was asked for.
-        wanted: Isa,
+        wanted: InstructionSet,
         /// This host.
         host: String,
         /// What there is.
-        best: Isa,
+        best: InstructionSet,
     },
 }
 
@@ -52,7 +52,7 @@ impl Classify for FactsError {
 ///
 /// # Errors
 /// If the machine lacks `wanted`.
-pub fn environment(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Environment, FactsError> {
+pub fn environment(world: &World, env: &EnvVars, wanted: Option<InstructionSet>) -> Result<Environment, FactsError> {
     machine(world, env, wanted).map(|machine| machine.environment)
 }
 
@@ -69,8 +69,8 @@ pub struct Machine {
 ///
 /// # Errors
 /// As [`environment`].
-pub fn machine(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Machine, FactsError> {
-    let best = Isa::detect();
+pub fn machine(world: &World, env: &EnvVars, wanted: Option<InstructionSet>) -> Result<Machine, FactsError> {
+    let best = best_instruction_set();
     let isa = wanted.unwrap_or(best);
     let host = world.host().to_owned();
     if isa > best {
@@ -107,7 +107,7 @@ pub fn machine(world: &World, env: &EnvVars, wanted: Option<Isa>) -> Result<Mach
     let variables = env.lockstep.iter().chain(&env.libraries).cloned().collect();
     let mut environment = Environment {
         host: Some(host),
-        instruction_set: Fact::Present(instruction_set(isa)),
+        instruction_set: Fact::Present(isa),
         gpu,
         libraries: Libraries { mpi, driver, nccl, nvrtc, cublaslt },
         // No implementation of this build is opt-in.
@@ -157,38 +157,9 @@ fn gpu_of(world: &World, mut devices: Vec<DeviceFacts>) -> Option<DeviceFacts> {
     Some(devices.swap_remove(at))
 }
 
-/// A backend's instruction set as selection knows it.
-#[must_use]
-pub const fn instruction_set(isa: Isa) -> InstructionSet {
-    match isa {
-        Isa::Scalar => InstructionSet::Scalar,
-        Isa::Avx2 => InstructionSet::Avx2,
-        Isa::Avx512 => InstructionSet::Avx512,
-    }
-}
-
-/// A selected instruction set as a backend knows it.
-#[must_use]
-pub const fn isa(set: InstructionSet) -> Isa {
-    match set {
-        InstructionSet::Scalar => Isa::Scalar,
-        InstructionSet::Avx2 => Isa::Avx2,
-        InstructionSet::Avx512 => Isa::Avx512,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn instruction_sets_of_both_tables_are_the_same() {
-        for set in InstructionSet::ALL {
-            assert_eq!(instruction_set(isa(set)), set);
-            assert_eq!(isa(set).name(), set.name());
-        }
-        assert_eq!(Isa::ALL.len(), InstructionSet::ALL.len());
-    }
 
     #[test]
     fn a_build_says_what_it_is() {

@@ -1,5 +1,7 @@
 //! What every backend checks before it packs or runs, and counts afterwards.
 
+use std::sync::OnceLock;
+
 use super::{BackendError, ExpertBatch, ExpertsSpec, ForwardStats};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::numerics::nvfp4::{BLOCK, QuantCounts};
@@ -68,6 +70,19 @@ fn data(name: &'static str, found: &Projection) -> Result<(), BackendError> {
         Some((found, wanted)) => Err(BackendError::Bytes { projection: name, found, wanted }),
         None => Ok(()),
     }
+}
+
+/// Keeps an expert that was packed.
+pub(super) fn put<T>(experts: &[OnceLock<T>], local: usize, expert: T) {
+    assert!(experts[local].set(expert).is_ok(), "local expert {local} was put twice");
+}
+
+/// All experts of a builder.
+pub(super) fn all<T>(experts: Vec<OnceLock<T>>) -> Vec<T> {
+    let taken = |(local, expert): (usize, OnceLock<T>)| {
+        expert.into_inner().unwrap_or_else(|| panic!("local expert {local} was not put"))
+    };
+    experts.into_iter().enumerate().map(taken).collect()
 }
 
 /// The identity that an expert runs under.

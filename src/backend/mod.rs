@@ -9,6 +9,8 @@ pub mod simd;
 
 use std::sync::Arc;
 
+use rayon::ThreadPool;
+
 use crate::checkpoint::tensors::{ExpertTensors, Projection};
 use crate::cuda::blas::BlasError;
 use crate::cuda::{CudaError, DeviceBuffer};
@@ -17,8 +19,8 @@ use crate::gpu::{Gpu, GpuError};
 use crate::numerics::activation::Activation;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::select::tactics::Tactic;
-use crate::select::{Identity, Quant};
-pub use simd::Isa;
+use crate::select::{Identity, InstructionSet, Quant};
+pub use simd::best_instruction_set;
 
 /// What a group of experts has in common.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -79,6 +81,31 @@ impl DeviceBatch<'_> {
     }
 }
 
+/// Rows to compute that the device alone has counted, sorted by local expert: what is queued serves any number of them within
+/// bounds.
+#[derive(Debug, Clone, Copy)]
+pub struct LiveBatch<'a> {
+    /// As [`DeviceBatch::tokens`].
+    pub tokens: &'a DeviceBuffer<u16>,
+    /// As [`DeviceBatch::token_scale`].
+    pub token_scale: f32,
+    /// `[max_rows]` the token that each row reads, of rows that there are.
+    pub row_token: &'a DeviceBuffer<u32>,
+    /// `[num_local_experts + 1]` where each expert's rows start: at most `max_rows` in all.
+    pub expert_offsets: &'a DeviceBuffer<u32>,
+    /// The bounds.
+    pub bounds: LiveBounds,
+}
+
+/// How many rows there may be: from declared sizes, and thus equal on all ranks that have as many experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LiveBounds {
+    /// In all.
+    pub max_rows: usize,
+    /// Of one expert, but for ids that repeat one. Kernels for more are not queued; bits do not depend on it.
+    pub max_expert_rows: usize,
+}
+
 /// Experts that compute on the session's GPU, in its stream.
 pub trait DeviceExperts {
     /// Queues the unweighted FC2 rows `[num_rows, hidden]` of a batch into `out`, and waits for nothing.
@@ -89,6 +116,22 @@ pub trait DeviceExperts {
     /// # Panics
     /// If the offsets are not those of these experts, which is a bug of the caller.
     fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError>;
+
+    /// Queues the unweighted FC2 rows of a batch that the device counts into `out` `[max_rows, hidden]`, and waits for nothing.
+    /// Rows have the bits that [`DeviceExperts::queue`] gives them. May be recorded, once it has run.
+    ///
+    /// # Errors
+    /// If a buffer is too small, there is no memory, or the driver fails.
+    fn queue_live(&self, batch: &LiveBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError>;
+
+    /// Says which rows such a batch had, once the host knows: [`DeviceExperts::evidence`] is judged by it.
+    ///
+    /// # Errors
+    /// If a width is none of a kernel's.
+    ///
+    /// # Panics
+    /// If the offsets are not those of these experts, which is a bug of the caller.
+    fn expect(&self, expert_offsets: &[usize], bounds: LiveBounds) -> Result<(), BackendError>;
 
     /// Queues the way of what the device has counted since it was last asked to the host.
     ///
@@ -148,18 +191,33 @@ pub trait Experts: Send + Sync {
     fn workspace_bytes(&self, num_rows: usize) -> u64;
 }
 
-/// Collects experts one by one, packing each as it comes, so that only one is held twice.
-pub trait ExpertsBuilder: Send {
-    /// Packs the next local expert.
+/// Collects experts, packing each as it comes.
+pub trait ExpertsBuilder: Send + Sync {
+    /// Packs the expert of a local index. Several threads may do so at once, in any order, each expert once; what is packed
+    /// does not depend on it.
     ///
     /// # Errors
     /// If a projection's shape or format is not one that the backend runs.
-    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError>;
+    ///
+    /// # Panics
+    /// If there is no such expert, or it was put before, which is a bug of the caller.
+    fn put(&self, local: usize, expert: &ExpertTensors) -> Result<(), BackendError>;
+
+    /// Waits until all that was put is packed, which a device may still be at.
+    ///
+    /// # Errors
+    /// If it failed there.
+    fn wait(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
 
     /// The packed experts, ready to run.
     ///
     /// # Errors
     /// If their kernels cannot be compiled or loaded.
+    ///
+    /// # Panics
+    /// If an expert is missing, which is a bug of the caller.
     fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError>;
 }
 
@@ -189,6 +247,9 @@ pub trait Backend: Send + Sync {
     /// If the shape or activation is not one that the backend runs.
     fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError>;
 
+    /// The threads that it packs with, and that it computes with on a host.
+    fn pool(&self) -> &ThreadPool;
+
     /// Packs a dense projection.
     ///
     /// # Errors
@@ -211,7 +272,7 @@ pub struct Machine {
     /// Threads of the backend's own; 0: one a core.
     pub num_threads: usize,
     /// For `simd`; absent: the machine's best.
-    pub isa: Option<Isa>,
+    pub isa: Option<InstructionSet>,
     /// For GPU techniques, which need one.
     pub gpu: Option<Gpu>,
 }
@@ -230,7 +291,7 @@ pub fn build(technique: &str, machine: &Machine) -> Result<Arc<dyn Backend>, Bac
     };
     match technique {
         reference::TECHNIQUE => Ok(Arc::new(reference::Reference::new(num_threads)?)),
-        simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(Isa::detect))?)),
+        simd::TECHNIQUE => Ok(Arc::new(simd::Simd::new(num_threads, isa.unwrap_or_else(best_instruction_set))?)),
         cuda::MMA_SYNC => on_gpu(cuda::MMA_SYNC),
         cuda::WGMMA => on_gpu(cuda::WGMMA),
         _ => Err(BackendError::Technique { technique: technique.to_owned() }),
@@ -290,9 +351,9 @@ pub enum BackendError {
     #[error("this machine does not have {wanted}; its best is {best}")]
     Isa {
         /// The one asked for.
-        wanted: Isa,
+        wanted: InstructionSet,
         /// The best there is.
-        best: Isa,
+        best: InstructionSet,
     },
     /// Threads could not be started.
     #[error("cannot start {num_threads} compute threads; lower --threads")]

@@ -2,7 +2,7 @@
 //!
 //! Keeps the checkpoint's bytes as they are and decodes one weight row at a time.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -45,7 +45,12 @@ impl Backend for Reference {
 
     fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError> {
         checks::spec(&spec)?;
-        Ok(Box::new(Group { pool: self.pool.clone(), spec, experts: Vec::with_capacity(num_local_experts) }))
+        let experts = (0..num_local_experts).map(|_| OnceLock::new()).collect();
+        Ok(Box::new(Builder { pool: self.pool.clone(), spec, experts }))
+    }
+
+    fn pool(&self) -> &ThreadPool {
+        &self.pool
     }
 
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {
@@ -54,22 +59,30 @@ impl Backend for Reference {
     }
 }
 
-/// Experts as they came.
+/// Experts as the checkpoint has them.
 struct Group {
     pool: Arc<ThreadPool>,
     spec: ExpertsSpec,
     experts: Vec<ExpertTensors>,
 }
 
-impl ExpertsBuilder for Group {
-    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError> {
+/// Experts that are still coming.
+struct Builder {
+    pool: Arc<ThreadPool>,
+    spec: ExpertsSpec,
+    experts: Vec<OnceLock<ExpertTensors>>,
+}
+
+impl ExpertsBuilder for Builder {
+    fn put(&self, local: usize, expert: &ExpertTensors) -> Result<(), BackendError> {
         checks::expert(&self.spec, expert)?;
-        self.experts.push(expert.clone());
+        checks::put(&self.experts, local, expert.clone());
         Ok(())
     }
 
     fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
-        Ok(self)
+        let Self { pool, spec, experts } = *self;
+        Ok(Box::new(Group { pool, spec, experts: checks::all(experts) }))
     }
 }
 

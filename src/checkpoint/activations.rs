@@ -34,26 +34,72 @@ pub struct Matrix {
     pub tensor: String,
 }
 
-/// Reads a two-dimensional BF16 or F32 tensor of a safetensors file.
-///
-/// Without a name the file must hold exactly one such tensor.
+/// A matrix of activations in a file, of which the header was read alone.
+pub struct Activations {
+    file: File,
+    entry: TensorEntry,
+    /// Rows: tokens.
+    pub num_rows: usize,
+    /// Columns: the width.
+    pub num_columns: usize,
+    /// How it is stored.
+    pub dtype: MatrixDtype,
+}
+
+impl Activations {
+    /// Finds a two-dimensional BF16 or F32 tensor of a safetensors file.
+    ///
+    /// Without a name the file must hold exactly one such tensor.
+    ///
+    /// # Errors
+    /// If the file is unreadable or lies about itself, if there is no such tensor or more than one, or if it has another form.
+    pub fn open(path: &Path, tensor: Option<&str>) -> Result<Self, CheckpointError> {
+        const WANTED: &str = "BF16 or F32 [rows, columns]";
+        let file = File::open(path)?;
+        let entry = match tensor {
+            Some(name) => file.named(name)?,
+            None => file.only_matrix()?,
+        };
+        let (num_rows, num_columns) = file.matrix_dims(entry, WANTED)?;
+        let dtype = match entry.dtype {
+            Dtype::BF16 => MatrixDtype::Bf16,
+            Dtype::F32 => MatrixDtype::F32,
+            _ => return Err(file.form(entry, WANTED.to_owned())),
+        };
+        let entry = entry.clone();
+        Ok(Self { file, entry, num_rows, num_columns, dtype })
+    }
+
+    /// Reads some rows, ascending, and nothing else of the file: `[rows.len(), num_columns]`.
+    ///
+    /// # Errors
+    /// If the file fails.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn read(&self, rows: &[usize]) -> Result<Vec<f32>, CheckpointError> {
+        assert!(rows.last().is_none_or(|last| *last < self.num_rows), "rows of {}", self.num_rows);
+        let row_bytes = self.entry.num_bytes() / (self.num_rows as u64).max(1);
+        let mut values = Vec::with_capacity(rows.len() * self.num_columns);
+        // Neighbours in one piece.
+        for run in rows.chunk_by(|one, next| one + 1 == *next) {
+            let begin = self.entry.begin + run[0] as u64 * row_bytes;
+            let part = TensorEntry { begin, end: begin + run.len() as u64 * row_bytes, ..self.entry.clone() };
+            values.extend(map::read_floats(&self.file.shard, &part)?.unwrap_or_default());
+        }
+        Ok(values)
+    }
+}
+
+/// Reads all of what [`Activations::open`] finds.
 ///
 /// # Errors
-/// If the file is unreadable or lies about itself, if there is no such tensor or more than one, or if it has another form.
+/// As [`Activations::open`], or if the file fails.
 pub fn read_activations(path: &Path, tensor: Option<&str>) -> Result<Matrix, CheckpointError> {
-    let file = File::open(path)?;
-    let entry = match tensor {
-        Some(name) => file.named(name)?,
-        None => file.only_matrix()?,
-    };
-    let (num_rows, num_columns) = file.matrix_dims(entry, "BF16 or F32 [rows, columns]")?;
-    let dtype = match entry.dtype {
-        Dtype::BF16 => MatrixDtype::Bf16,
-        _ => MatrixDtype::F32,
-    };
-    let wanted = "BF16 or F32 [rows, columns]";
-    let values = map::read_floats(&file.shard, entry)?.ok_or_else(|| file.form(entry, wanted.to_owned()))?;
-    Ok(Matrix { num_rows, num_columns, values, dtype, tensor: entry.name.to_string() })
+    let found = Activations::open(path, tensor)?;
+    let Activations { num_rows, num_columns, dtype, .. } = found;
+    let values = found.read(&(0..num_rows).collect::<Vec<_>>())?;
+    Ok(Matrix { num_rows, num_columns, values, dtype, tensor: found.entry.name.to_string() })
 }
 
 /// Reads `topk_idx` (I32 or I64) and `topk_weights` (F32), both `[tokens, slots]`.
@@ -175,5 +221,54 @@ impl File {
             present.push(format!("and {} more", self.entries.len() - NUM_LISTED));
         }
         CheckpointError::PickTensor { path: self.shard.path.clone(), reason, present: present.join(", ") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn file(dir: &Path, dtype: &str, (rows, columns): (usize, usize), values: &[u8]) -> std::path::PathBuf {
+        let size = if dtype == "BF16" { 2 } else { 4 };
+        let num_bytes = rows * columns * size;
+        let header =
+            format!(r#"{{"hidden":{{"dtype":"{dtype}","shape":[{rows},{columns}],"data_offsets":[0,{num_bytes}]}}}}"#);
+        let path = dir.join("input.safetensors");
+        let mut file = std::fs::File::create(&path).unwrap();
+        file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(header.as_bytes()).unwrap();
+        file.write_all(values).unwrap();
+        // What is not written takes no room on disk.
+        file.set_len((8 + header.len() + num_bytes) as u64).unwrap();
+        path
+    }
+
+    #[test]
+    fn any_rows_are_those_of_the_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let values: Vec<f32> = (0..7 * 5).map(|value| value as f32).collect();
+        let bytes = |value: &f32| value.to_le_bytes();
+        let path = file(dir.path(), "F32", (7, 5), &values.iter().flat_map(bytes).collect::<Vec<_>>());
+        let whole = read_activations(&path, None).unwrap();
+        assert_eq!((whole.num_rows, whole.num_columns, whole.dtype), (7, 5, MatrixDtype::F32));
+        assert_eq!((&whole.values, whole.tensor.as_str()), (&values, "hidden"));
+        let found = Activations::open(&path, Some("hidden")).unwrap();
+        for rows in [&[][..], &[3], &[0, 1, 2], &[0, 2, 3, 6], &[6]] {
+            let wanted: Vec<f32> = rows.iter().flat_map(|row| values[5 * row..][..5].to_vec()).collect();
+            assert_eq!(found.read(rows).unwrap(), wanted, "{rows:?}");
+        }
+    }
+
+    /// Half a terabyte, of which a rank has three rows.
+    #[test]
+    fn what_is_not_asked_for_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let (rows, columns) = (1 << 25, 1 << 13);
+        let path = file(dir.path(), "BF16", (rows, columns), &[0x80, 0x3f]);
+        let found = Activations::open(&path, None).unwrap();
+        let values = found.read(&[0, rows / 2, rows - 1]).unwrap();
+        assert_eq!((values.len(), values[0], values[1]), (3 * columns, 1.0, 0.0));
     }
 }

@@ -38,7 +38,7 @@ mod write;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-pub use activations::{Matrix, MatrixDtype, read_activations, read_topk};
+pub use activations::{Activations, Matrix, MatrixDtype, read_activations, read_topk};
 pub use error::CheckpointError;
 pub use header_error::HeaderError;
 pub use index::INPUTS;

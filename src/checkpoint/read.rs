@@ -233,6 +233,15 @@ impl Checkpoint {
         self.reader().expert(self.expert_entries(manifest, expert)?, Some(expert), scales)
     }
 
+    /// Maps all tensors of one routed expert as they are, nothing checked: for who asks how fast files are.
+    ///
+    /// # Errors
+    /// If the layer has no such expert, or a file fails.
+    pub fn map_expert(&self, manifest: &LayerManifest, expert: ExpertIdx) -> Result<Vec<TensorBytes>, CheckpointError> {
+        let entries = self.expert_entries(manifest, expert)?.iter().flat_map(ProjectionEntries::all);
+        entries.map(|idx| self.reader().map(idx, Some(expert))).collect()
+    }
+
     /// Reads the layer's shared expert, where it has one.
     ///
     /// # Errors

@@ -1,11 +1,14 @@
 //! `lockstep bench`: the expert computation of one rank, on its cores or its GPU, next to what the machine could do at best;
-//! what agreement costs all ranks; or what dispatch and combine cost their GPUs.
+//! what agreement costs all ranks; what dispatch and combine cost their GPUs; or how fast a checkpoint's experts are loaded.
 //!
-//! Needs no checkpoint: weights and tokens are made up. Only what ranks do together needs MPI.
+//! Needs no checkpoint but for the last: weights and tokens are made up. Only what ranks do together needs MPI.
 
 mod agreement;
 mod gpu;
 mod gpu_report;
+mod layer;
+mod load;
+mod markdown;
 mod plot;
 mod report;
 mod rows;
@@ -19,21 +22,25 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use crate::backend::{self, BackendError, Experts, ExpertsSpec, Isa, build, cuda};
+use crate::backend::{self, BackendError, Experts, ExpertsSpec, best_instruction_set, build, cuda};
 use crate::checkpoint::{self, CheckpointError};
 use crate::config::{Choice, Tuning};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
+use crate::gpu::Kernels;
 use crate::numerics::activation::Activation;
+use crate::select::InstructionSet;
 use crate::select::tactics::TacticError;
 
 use super::failure::Failure;
 use super::output::{self, OutputError};
 pub use gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
+pub use layer::LayerArgs;
+pub use load::{LoadArgs, LoadReport};
 use plot::Plot;
 use report::Ceilings;
 pub use report::{BenchReport, BenchRow};
-pub use rows::RowForm;
+pub use rows::{CountsError, RowForm};
 pub use travel::TravelArgs;
 use work::{Machine, Noise, Work, pack};
 
@@ -43,8 +50,8 @@ const REPEATS: usize = 9;
 /// Memory that is read to find the machine's bandwidth: beyond any cache.
 const READ_BYTES: usize = 512 << 20;
 
-/// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; or, with
-/// --agreement, what it costs ranks to agree.
+/// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; with
+/// --agreement, what it costs ranks to agree; with --load, the loading of a checkpoint's experts.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// Times the agreements of a session over Kimi K3's 92 layers instead, and counts what they exchange; under a
@@ -53,7 +60,7 @@ pub struct BenchArgs {
         "isa", "threads", "activations", "rows"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
-    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement"])]
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement", "load", "layer"])]
     pub geometry: Option<BenchGeometry>,
     /// Width of the experts' input and output.
     #[arg(long, value_name = "N")]
@@ -70,13 +77,16 @@ pub struct BenchArgs {
     /// How rows fall on experts, on GPUs; on CPUs all experts have as many.
     #[arg(long, value_enum, value_name = "FORM,...", value_delimiter = ',', default_value = "uniform")]
     pub rows: Vec<RowForm>,
+    /// Rows of each expert on a GPU, a line of the table for each list in this JSON file: [[rows of expert 0, ...], ...].
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "rows_per_expert", "agreement", "travel"])]
+    pub counts: Option<PathBuf>,
     /// The technique: simd, reference, wgmma or mma_sync. The last two time what a GPU does, with weights that no cache
     /// holds, as replays of a graph.
     #[arg(long, value_name = "NAME", default_value = "simd")]
     pub backend: String,
     /// The instruction set of simd: scalar, avx2 or avx512; absent: the machine's best.
     #[arg(long, value_name = "ISA")]
-    pub isa: Option<Isa>,
+    pub isa: Option<InstructionSet>,
     /// Threads; 0: one a core.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub threads: usize,
@@ -92,15 +102,39 @@ pub struct BenchArgs {
     /// Measurements of which the median is printed; absent: 9, on GPUs 30.
     #[arg(long, value_name = "N")]
     pub repeats: Option<usize>,
+    /// Measures a GPU's lines one after the other, each on a card that has rested, instead of in turns.
+    #[arg(long, conflicts_with_all = ["agreement", "travel"])]
+    pub alone: bool,
+    /// Where a GPU's compiled kernels are looked for and kept, in the shared layer that `lockstep warmup` fills; absent: all are
+    /// compiled.
+    #[arg(long, value_name = "DIR", conflicts_with = "agreement")]
+    pub cache_dir: Option<PathBuf>,
     /// Also draws time against rows into this file, as SVG, with what memory and arithmetic allow.
     #[arg(long, value_name = "FILE", conflicts_with = "agreement")]
     pub plot: Option<PathBuf>,
     /// Prints one JSON object instead of the table.
     #[arg(long)]
     pub json: bool,
+    /// What --load times.
+    #[command(flatten)]
+    pub load: LoadArgs,
     /// What --travel times.
     #[command(flatten)]
     pub travel: TravelArgs,
+    /// What --layer times.
+    #[command(flatten)]
+    pub layer: LayerArgs,
+}
+
+impl BenchArgs {
+    /// Where a GPU's kernels come from.
+    fn kernels(&self, env: &EnvVars) -> Kernels {
+        let nvrtc = env.nvrtc().map(str::to_owned);
+        match self.cache_dir.clone() {
+            Some(cache_dir) => Kernels::Kept { nvrtc, cache_dir },
+            None => Kernels::OnDemand(nvrtc),
+        }
+    }
 }
 
 /// Models whose experts can be timed.
@@ -163,6 +197,21 @@ pub enum BenchError {
         /// As given.
         backend: String,
     },
+    /// CPUs time even rows.
+    #[error("--counts is for GPUs alone, and {backend} runs on CPUs: give --backend wgmma or mma_sync")]
+    CountsOnCpu {
+        /// As given.
+        backend: String,
+    },
+    /// The file of `--counts`.
+    #[error("--counts")]
+    Counts(#[from] CountsError),
+    /// Whole layers are timed on GPUs.
+    #[error("--layer times GPUs, and {backend} runs on CPUs: give --backend wgmma or mma_sync")]
+    Layer {
+        /// As given.
+        backend: String,
+    },
     /// The backend refuses.
     #[error("cannot set up the expert computation")]
     Backend(#[from] BackendError),
@@ -182,7 +231,12 @@ fn tuning(text: &str) -> Result<Tuning, String> {
 impl Classify for BenchError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Zero { .. } | Self::Width { .. } | Self::Rows { .. } => Exit::BadInput,
+            Self::Zero { .. }
+            | Self::Width { .. }
+            | Self::Rows { .. }
+            | Self::Layer { .. }
+            | Self::CountsOnCpu { .. }
+            | Self::Counts(_) => Exit::BadInput,
             Self::Backend(error) => error.exit(),
             Self::Tactics(error) => error.exit(),
             Self::Plot(error) => error.exit(),
@@ -201,10 +255,26 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
             repeats => agreement::command(repeats, args.json, env),
         };
     }
+    if let Some(checkpoint) = &args.load.load {
+        return load::command(checkpoint, args, env);
+    }
+    if let Some(checkpoint) = &args.layer.layer {
+        let (activations, json, repeats) = (args.activations, args.json, args.repeats.unwrap_or(gpu::REPEATS));
+        let (tokens, backend) = (&args.layer.layer_tokens[..], &args.backend[..]);
+        let cache_dir = args.layer.layer_cache_dir.as_deref();
+        return match (repeats, cuda::family(backend)) {
+            (0, _) => Err(BenchError::Zero { option: "--repeats" }.into()),
+            (_, None) => Err(BenchError::Layer { backend: backend.to_owned() }.into()),
+            _ => layer::command(
+                &layer::Asked { checkpoint, cache_dir, tokens, backend, activations, repeats, json },
+                env,
+            ),
+        };
+    }
     if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
         return match args.repeats.unwrap_or(REPEATS) {
             0 => Err(BenchError::Zero { option: "--repeats" }.into()),
-            repeats => travel::command(&args.travel, (geometry, &args.rows, repeats), args.json, env),
+            repeats => travel::command(args, (geometry, repeats), env),
         };
     }
     let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);
@@ -242,9 +312,12 @@ pub fn run(args: &BenchArgs) -> Result<BenchReport, BenchError> {
 }
 
 fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, BenchError> {
-    let (spec, isa) = (checked(args)?, args.isa.unwrap_or_else(Isa::detect));
+    let (spec, isa) = (checked(args)?, args.isa.unwrap_or_else(best_instruction_set));
     if args.rows != [RowForm::Uniform] {
         return Err(BenchError::Rows { backend: args.backend.clone() });
+    }
+    if args.counts.is_some() {
+        return Err(BenchError::CountsOnCpu { backend: args.backend.clone() });
     }
     let repeats = args.repeats.unwrap_or(REPEATS);
     let host = backend::Machine { num_threads: args.threads, isa: Some(isa), ..backend::Machine::default() };
@@ -425,6 +498,10 @@ mod tests {
             (
                 "--hidden 64 --intermediate 48 --rows one-hot",
                 "--rows has a form for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
+            ),
+            (
+                "--hidden 64 --intermediate 48 --counts f.json",
+                "--counts is for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
             ),
         ] {
             let error = bench(line).unwrap_err();

@@ -229,7 +229,7 @@ pub fn execute(world: &World, job: &Job<'_>) -> Result<Results, JobError> {
     let begin = Instant::now();
     world.begin(format!("reading {}", job.input.path.display()));
     let share = world.agree(deal(world, job))?;
-    let bar = job.progress.bar("loading experts");
+    let bar = job.progress.bytes("loading experts", 0);
     let session = Session::open(
         world,
         &SessionOptions {

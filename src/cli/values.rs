@@ -7,9 +7,9 @@ use std::str::FromStr;
 
 use clap::ValueEnum;
 
-use crate::backend::Isa;
 use crate::config::scalar::Scalar;
 use crate::ids::LayerIdx;
+use crate::select::InstructionSet;
 
 /// A tensor in a safetensors file, as `FILE[:TENSOR]`.
 ///
@@ -97,12 +97,12 @@ pub struct KeyValue {
 impl IsaChoice {
     /// The instruction set that was named; absent: the machine's best.
     #[must_use]
-    pub const fn named(self) -> Option<Isa> {
+    pub const fn named(self) -> Option<InstructionSet> {
         match self {
             Self::Auto => None,
-            Self::Scalar => Some(Isa::Scalar),
-            Self::Avx2 => Some(Isa::Avx2),
-            Self::Avx512 => Some(Isa::Avx512),
+            Self::Scalar => Some(InstructionSet::Scalar),
+            Self::Avx2 => Some(InstructionSet::Avx2),
+            Self::Avx512 => Some(InstructionSet::Avx512),
         }
     }
 }

@@ -5,8 +5,8 @@
 
 use super::scalar::{Scalar, ScalarError};
 use super::{
-    Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, Deployment, Device, Dispatch, Jit,
-    Levels, Links, Log, LogFormat, Moe, Payload, Timeouts, Transport, Tuning,
+    Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, CudaGraph, Deployment, Device,
+    Dispatch, Jit, Levels, Links, Log, LogFormat, Moe, Payload, Timeouts, Transport, Tuning,
 };
 use crate::near::{nearest, normalised};
 use crate::numerics::activation::Activation;
@@ -87,6 +87,7 @@ impl Default for Deployment {
                 combine: Combine::Auto,
                 batch_invariant: false,
                 tuning: Tuning::Off,
+                cuda_graph: CudaGraph::Off,
             },
             dispatch: Dispatch {
                 transport: Transport::Auto,
@@ -146,6 +147,7 @@ keys! {
     "moe.combine": moe.combine = |s| s.choice(), |v| v.name().to_owned();
     "moe.batch_invariant": moe.batch_invariant = |s| s.boolean(), |v| v.to_string();
     "moe.tuning": moe.tuning = |s| s.choice(), |v| v.name().to_owned();
+    "moe.cuda_graph": moe.cuda_graph = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.transport": dispatch.transport = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.levels": dispatch.levels = |s| s.choice(), |v| v.name().to_owned();
     "dispatch.payload": dispatch.payload = |s| s.choice(), |v| v.name().to_owned();

@@ -108,6 +108,8 @@ pub struct Moe {
     pub batch_invariant: bool,
     /// Whether kernels' tactics are timed when a session opens, and the fastest over all ranks runs.
     pub tuning: Tuning,
+    /// Whether a layer's steps on GPUs are recorded once and replayed.
+    pub cuda_graph: CudaGraph,
 }
 
 /// Families of `backend:`.
@@ -147,6 +149,17 @@ pub enum Combine {
     Slot,
     /// At the experts' rank: fewer bytes.
     Rank,
+}
+
+/// Whether steps are replayed as CUDA graphs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CudaGraph {
+    /// Hosts follow every step.
+    Off,
+    /// Where transport and layer allow it.
+    Auto,
+    /// Or the run is refused.
+    On,
 }
 
 /// Whether tactics are timed.

@@ -99,7 +99,7 @@ fn every_variable_is_one_key() {
 
 #[test]
 fn case_i1_unknown_key() {
-    insta::assert_snapshot!(refusal("name: x\nmoe: {top_kk: 2}\n"), @"laptop.yaml:2:7: unknown key moe.top_kk; moe takes backend, implementation, allow_fallback, activations, activation, combine, batch_invariant, tuning");
+    insta::assert_snapshot!(refusal("name: x\nmoe: {top_kk: 2}\n"), @"laptop.yaml:2:7: unknown key moe.top_kk; moe takes backend, implementation, allow_fallback, activations, activation, combine, batch_invariant, tuning, cuda_graph");
     insta::assert_snapshot!(refusal("moe: {backendd: simd}\n"), @"laptop.yaml:1:7: unknown key moe.backendd; did you mean backend?");
     insta::assert_snapshot!(refusal("version: 1\nmeo:\n  backend: simd\n"), @"laptop.yaml:2:1: unknown key meo; did you mean moe?");
     insta::assert_snapshot!(refusal("fruit: apple\n"), @"laptop.yaml:1:1: unknown key fruit; the top level takes version, name, cluster, links, moe, dispatch, jit, timeouts, log");
@@ -129,8 +129,8 @@ fn case_i1_capitals() {
 #[test]
 fn case_i1_extra_nested_map() {
     insta::assert_snapshot!(refusal("moe:\n  backend:\n    name: simd\n"), @"laptop.yaml:3:5: moe.backend takes a single value, found a mapping");
-    insta::assert_snapshot!(refusal("moe:\n  extra: {backend: simd}\n"), @"laptop.yaml:2:3: unknown key moe.extra; moe takes backend, implementation, allow_fallback, activations, activation, combine, batch_invariant, tuning");
-    insta::assert_snapshot!(refusal("moe: simd\n"), @"laptop.yaml:1:6: moe takes a mapping of keys (backend, implementation, allow_fallback, activations, activation, combine, batch_invariant, tuning), found simd");
+    insta::assert_snapshot!(refusal("moe:\n  extra: {backend: simd}\n"), @"laptop.yaml:2:3: unknown key moe.extra; moe takes backend, implementation, allow_fallback, activations, activation, combine, batch_invariant, tuning, cuda_graph");
+    insta::assert_snapshot!(refusal("moe: simd\n"), @"laptop.yaml:1:6: moe takes a mapping of keys (backend, implementation, allow_fallback, activations, activation, combine, batch_invariant, tuning, cuda_graph), found simd");
     insta::assert_snapshot!(refusal("moe:\n  backend: [simd, reference]\n"), @"laptop.yaml:2:12: moe.backend takes a single value, found a list");
     insta::assert_snapshot!(refusal("name: {a: {b: {c: {d: {e: {f: {g: {h: {i: 1}}}}}}}}}\n"), @"laptop.yaml:1:36: mappings are nested too deeply; sections hold keys, keys hold values");
 }

@@ -27,6 +27,7 @@ const FUNCTIONS: &[&str] = &[
     "cuEventDestroy_v2",
     "cuEventQuery",
     "cuEventRecord",
+    "cuEventRecordWithFlags",
     "cuEventSynchronize",
     "cuFuncGetAttribute",
     "cuFuncSetAttribute",

@@ -24,7 +24,7 @@ pub use device::{Device, MemoryInfo};
 pub use error::CudaError;
 pub use graph::Graph;
 pub use ipc::{PeerMemory, SHARED_GRANULE_BYTES, SharedHandle};
-pub use module::{Function, FunctionAttributes, LaunchShape, Module};
+pub use module::{Function, FunctionAttributes, LaunchShape, Module, num_modules_loaded};
 pub use pinned::PinnedBuffer;
 pub use probe::{CudaVersion, DeviceFacts, Devices, Driver};
 pub use stream::{Event, Stream};

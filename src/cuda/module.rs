@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_int, c_void};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::NoUninit;
 use cudarc::driver::sys;
@@ -14,6 +15,15 @@ use super::stream::Stream;
 /// A loaded cubin. Copies are the same module, which goes with the last of them and the last of its functions.
 #[derive(Debug, Clone)]
 pub struct Module(Arc<Inner>);
+
+/// Modules that this process has loaded so far.
+static NUM_LOADED: AtomicU64 = AtomicU64::new(0);
+
+/// How many modules this process has loaded, those counted that are gone again.
+#[must_use]
+pub fn num_modules_loaded() -> u64 {
+    NUM_LOADED.load(Ordering::Relaxed)
+}
 
 #[derive(Debug)]
 struct Inner {
@@ -47,6 +57,7 @@ impl Module {
                 wanted: arch.to_owned(),
             });
         }
+        NUM_LOADED.fetch_add(1, Ordering::Relaxed);
         Ok(Self(Arc::new(Inner { device: device.clone(), name: name.to_owned(), handle })))
     }
 

@@ -7,6 +7,7 @@ use cudarc::driver::sys;
 
 use super::device::Device;
 use super::error::{CudaError, code};
+use super::stream::Stream;
 
 /// `len` values of `T` in page-locked host memory.
 #[derive(Debug)]
@@ -60,6 +61,26 @@ impl<T: Pod> PinnedBuffer<T> {
         assert!(at < self.len, "value {at} of {}", self.len);
         // SAFETY: `zeroed` made so many values, and any bytes are values of a `Pod`.
         unsafe { self.values.add(at).read_volatile() }
+    }
+
+    /// Queues a copy of its first `len` values to a device's memory, and does not wait.
+    ///
+    /// # Errors
+    /// If there are not so many, or the driver fails.
+    ///
+    /// # Safety
+    /// `address` is that of room for so many values, and neither they nor it are dropped, nor changed by anyone else, before
+    /// `stream` has come so far.
+    pub unsafe fn send(&self, stream: &Stream, len: usize, address: u64) -> Result<(), CudaError> {
+        if len > self.len {
+            let (operation, start, end) = ("copying to a GPU", 0, len);
+            return Err(CudaError::OutOfBounds { operation, start, end, len: self.len });
+        }
+        self.device.enter()?;
+        // SAFETY: so many values are there, and the caller answers for the rest.
+        let result =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(address, self.values.cast(), len * size_of::<T>(), stream.raw()) };
+        self.device.check(result, "copying to a GPU")
     }
 
     /// Its size.

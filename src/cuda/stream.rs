@@ -132,6 +132,18 @@ impl Event {
         self.device.check(unsafe { sys::cuEventRecord(self.handle, stream.raw()) }, "recording an event")
     }
 
+    /// The same in work that is being recorded: every replay marks the place anew.
+    ///
+    /// # Errors
+    /// If the driver fails, or nothing is being recorded.
+    pub fn record_in_graph(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.device.enter()?;
+        let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: both handles live.
+        let result = unsafe { sys::cuEventRecordWithFlags(self.handle, stream.raw(), flags) };
+        self.device.check(result, "recording an event in a graph")
+    }
+
     /// Waits until the work before the mark is done.
     ///
     /// # Errors

@@ -93,6 +93,8 @@ pub struct Chunks {
     pub num_chunks: usize,
     /// Tokens of a rank in a chunk, at most.
     pub chunk_tokens: usize,
+    /// Tokens of the rank that brings most, in all chunks.
+    pub max_tokens: usize,
     /// Tokens of all ranks in the first chunk, which is the fullest.
     pub first_chunk_tokens: usize,
 }
@@ -142,6 +144,7 @@ impl Capacity {
         let cut = |num_chunks, chunk_tokens| Chunks {
             num_chunks,
             chunk_tokens,
+            max_tokens: most,
             first_chunk_tokens: num_tokens.iter().map(|n| (*n).min(chunk_tokens)).sum(),
         };
         match self.chunk_tokens {

@@ -6,7 +6,8 @@ use crate::config::{Choice, Transport};
 use crate::cuda::{CudaError, DeviceBuffer};
 use crate::dispatch::counts::Miscount;
 use crate::dispatch::nvlink::NvlinkError;
-use crate::exit::{Classify, Exit};
+use crate::dispatch::passing::ForwardError;
+use crate::exit::{Classify, Exit, Known};
 use crate::gpu::GpuError;
 use crate::nccl::NcclError;
 use crate::world::World;
@@ -26,6 +27,24 @@ pub enum CarryError {
     /// This rank's GPU is not to be trusted.
     #[error(transparent)]
     Miscount(#[from] Miscount),
+    /// Tokens were not passed on.
+    #[error(transparent)]
+    Forward(#[from] ForwardError),
+    /// What a step that no host followed has found differs from what it was told.
+    #[error(
+        "the device found {found_rows} rows of {found_tokens} tokens where it was told {num_rows} of {num_tokens}: its results \
+         can't be trusted; report this with the GPU's name and driver"
+    )]
+    Unsettled {
+        /// Tokens that the device unpacked.
+        found_tokens: usize,
+        /// Rows that it computed.
+        found_rows: usize,
+        /// Tokens that ranks told.
+        num_tokens: usize,
+        /// Rows that ranks told.
+        num_rows: usize,
+    },
 }
 
 impl From<NcclError> for CarryError {
@@ -58,7 +77,15 @@ impl Classify for CarryError {
             Self::Nccl(error) => error.exit(),
             Self::Nvlink(error) => error.exit(),
             Self::Gpu(error) => error.exit(),
-            Self::Miscount(_) => Exit::WrongResult,
+            Self::Miscount(_) | Self::Unsettled { .. } => Exit::WrongResult,
+            Self::Forward(error) => error.exit(),
+        }
+    }
+
+    fn known(&self) -> Known {
+        match self {
+            Self::Forward(error) => error.known(),
+            Self::Nccl(_) | Self::Nvlink(_) | Self::Gpu(_) | Self::Miscount(_) | Self::Unsettled { .. } => Known::Here,
         }
     }
 }

@@ -58,24 +58,25 @@ impl SentCounts {
         if is_possible && counts.num_slots.iter().sum::<usize>() <= num_tokens * num_topk {
             return Ok(counts);
         }
-        Err(Miscount {
-            num_rows: rows.iter().map(|&rows| rows as usize).sum(),
-            num_slots: counts.num_slots.iter().sum(),
-            num_sent: counts.num_tokens.iter().sum(),
-            num_tokens,
-            num_topk,
-        })
+        Err(counts.miscount(counts.num_tokens.iter().sum(), (num_tokens, num_topk)))
+    }
+
+    /// What is said of counts that can't be, with `num_sent` tokens to send.
+    pub(super) fn miscount(&self, num_sent: usize, (num_tokens, num_topk): (usize, usize)) -> Miscount {
+        let num_rows = self.rows.iter().map(|&rows| rows as usize).sum();
+        Miscount { num_rows, num_slots: self.num_slots.iter().sum(), num_sent, num_tokens, num_topk }
     }
 
     /// What each rank is told, one behind the other: how many tokens come, then the rows of each of its experts.
     #[must_use]
     pub fn messages(&self, placement: Placement) -> Vec<u32> {
-        let of_rank = |rank: usize| {
-            let tokens = u32::try_from(self.num_tokens[rank]).unwrap_or(u32::MAX);
-            let rows = &self.rows[placement.local_experts(Rank::from_index(rank))];
-            std::iter::once(tokens).chain(rows.iter().copied())
-        };
-        (0..placement.num_ranks()).flat_map(of_rank).collect()
+        (0..placement.num_ranks()).flat_map(|rank| self.message(placement, Rank::from_index(rank))).collect()
+    }
+
+    /// What `rank` is told.
+    pub fn message(&self, placement: Placement, rank: Rank) -> impl Iterator<Item = u32> {
+        let tokens = u32::try_from(self.num_tokens[rank.index()]).unwrap_or(u32::MAX);
+        std::iter::once(tokens).chain(self.rows[placement.local_experts(rank)].iter().copied())
     }
 
     /// Tokens for ranks other than `rank`.
@@ -134,13 +135,13 @@ impl ReceivedCounts {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::dispatch::plan::{ComputePlan, DispatchPlan, Slots};
     use proptest::prelude::*;
 
     /// What a device counts.
-    pub(crate) fn words(placement: Placement, slots: Slots<'_>) -> Vec<u32> {
+    pub(in crate::dispatch) fn words(placement: Placement, slots: Slots<'_>) -> Vec<u32> {
         let plan = DispatchPlan::new(placement, slots);
         let mut rows = vec![0; placement.num_experts()];
         slots.idx.iter().filter_map(|id| usize::try_from(*id).ok()).for_each(|expert| rows[expert] += 1);

@@ -95,11 +95,15 @@ impl TokenLayout {
         (self.weights_at() + 4 * self.num_topk).next_multiple_of(ALIGN)
     }
 
-    const fn idx_at(&self) -> usize {
+    /// Where its ids begin, in bytes from its own begin.
+    #[must_use]
+    pub const fn idx_at(&self) -> usize {
         self.payload.bytes(self.hidden).next_multiple_of(4)
     }
 
-    const fn weights_at(&self) -> usize {
+    /// Where its weights begin, likewise.
+    #[must_use]
+    pub const fn weights_at(&self) -> usize {
         self.idx_at() + 4 * self.num_topk
     }
 

@@ -1,26 +1,24 @@
 //! Dispatch and combine between hosts: packed and unpacked on the host's cores, carried by MPI. Carries out plans, decides
 //! nothing.
 
-use std::fmt;
 use std::time::Instant;
 
 use crate::dispatch::capacity::{Capacity, CapacityError, Chunks};
 use crate::dispatch::combine::{self, CombineMode};
 use crate::dispatch::layout::TokenLayout;
 use crate::dispatch::nodes::Nodes;
+use crate::dispatch::packing::{local_id, pack};
 use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
 use crate::dispatch::travel::Travel;
 use crate::dispatch::two_level::{ArrivalPlan, TwoLevelPlan};
 use crate::exit::{Classify, Exit};
-use crate::ids::{ExpertIdx, LayerIdx, Rank};
+use crate::ids::{LayerIdx, Rank};
 use crate::numerics::nvfp4::QuantCounts;
 use crate::world::{Cargo, Group, Parts, World};
 
 mod forward;
 
-pub use forward::{ChunkTag, ForwardError};
-
-use forward::slots_for;
+pub use crate::dispatch::passing::{ChunkTag, ForwardError, StepTag};
 
 /// Errors of a step's exchange, equal on all ranks.
 #[derive(Debug, thiserror::Error)]
@@ -49,23 +47,6 @@ impl Classify for DispatchError {
             Self::Drift { .. } => Exit::Disagreement,
             Self::Capacity(error) => error.exit(),
         }
-    }
-}
-
-/// Where in a run a dispatch belongs; travels with the sizes, so that drift is an error of that step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StepTag {
-    /// The layer.
-    pub layer: LayerIdx,
-    /// Counts the steps of a run.
-    pub step: u64,
-    /// Slots of a token, which decide the size of a travelling token.
-    pub num_topk: usize,
-}
-
-impl fmt::Display for StepTag {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, step {}, top-{}", self.layer, self.step, self.num_topk)
     }
 }
 
@@ -173,8 +154,7 @@ impl TokenTransport<'_> {
         chunk_tokens: usize,
     ) -> Came {
         let layout = self.travel.layout(slots.num_topk);
-        let id_of = |rank: usize, expert| self.local_id(rank, expert);
-        let (bytes, sent_quant) = self.pack(&layout, (plan, slots), values, id_of);
+        let (bytes, sent_quant) = pack(&layout, (plan, slots), values, local_id(self.travel.placement));
         let (bytes, num_received) = exchange(world, plan, &bytes, (layout.row_bytes(), chunk_tokens));
         let num_sent_remote = quantity(plan.num_remote(world.rank()));
         Came { bytes, num_received, arrival: None, sent_quant, num_sent_remote }
@@ -207,34 +187,6 @@ impl TokenTransport<'_> {
             CombineMode::Slot => combine::add_slots(&returned, placement, slots, row_form, out),
             CombineMode::Rank => combine::add_sums(&returned, &handle.dispatch, row_form, out),
         }
-    }
-
-    /// The id of `expert` on `rank`, where that hosts it.
-    fn local_id(&self, rank: usize, expert: ExpertIdx) -> Option<u32> {
-        let owner = self.travel.placement.owner(expert);
-        (owner.rank.index() == rank).then_some(owner.local_idx)
-    }
-
-    /// The bytes of all tokens that leave, by destination; `id_of` gives an expert's id there, if it is there.
-    fn pack(
-        &self,
-        layout: &TokenLayout,
-        (plan, slots): (&DispatchPlan, Slots<'_>),
-        values: &[f32],
-        id_of: impl Fn(usize, ExpertIdx) -> Option<u32>,
-    ) -> (Vec<u8>, QuantCounts) {
-        let hidden = layout.hidden;
-        let mut bytes = vec![0; plan.tokens.len() * layout.row_bytes()];
-        let mut quant = QuantCounts::default();
-        let mut rows = bytes.chunks_exact_mut(layout.row_bytes());
-        for rank in 0..self.travel.placement.num_ranks() {
-            for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
-                let token = token as usize;
-                let there = slots_for(slots, token, |expert| id_of(rank, expert));
-                quant += layout.encode(&values[token * hidden..][..hidden], there, row);
-            }
-        }
-        (bytes, quant)
     }
 
     /// Rows to compute, their weights in return order, and the tokens' values, of runs in the order of their sources.

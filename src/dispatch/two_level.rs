@@ -42,7 +42,7 @@ pub struct ArrivalPlan {
     /// `[num_ranks]` tokens of each source, whoever passed them on.
     pub num_tokens_of: Vec<usize>,
     /// `[num_ranks]` the place of each source's first token among those that arrive in rank order.
-    starts: Vec<usize>,
+    pub starts: Vec<usize>,
 }
 
 impl TwoLevelPlan<'_> {
@@ -116,7 +116,7 @@ impl ArrivalPlan {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::dispatch::nodes::tests::any_nodes;
     use crate::dispatch::plan::NOT_HERE;
@@ -124,24 +124,24 @@ mod tests {
 
     /// A token on its way: where it comes from, and its slots as the receiver is told.
     #[derive(Debug, Clone, PartialEq)]
-    struct Token {
+    pub(in crate::dispatch) struct Token {
         source: usize,
         token: u32,
-        idx: Vec<i32>,
-        weights: Vec<f32>,
+        pub idx: Vec<i32>,
+        pub weights: Vec<f32>,
     }
 
     /// What one rank brings.
-    type Brought = (Vec<i32>, Vec<f32>);
+    pub(in crate::dispatch) type Brought = (Vec<i32>, Vec<f32>);
 
     const NUM_TOPK: usize = 3;
 
-    fn slots((idx, weights): &Brought) -> Slots<'_> {
+    pub(in crate::dispatch) fn slots((idx, weights): &Brought) -> Slots<'_> {
         Slots { num_topk: NUM_TOPK, idx, weights }
     }
 
     /// Worlds, numbers of experts, and up to four tokens a rank whose slots are masked, repeated and skewed.
-    fn any_step() -> impl Strategy<Value = (Nodes, usize, Vec<Brought>)> {
+    pub(in crate::dispatch) fn any_step() -> impl Strategy<Value = (Nodes, usize, Vec<Brought>)> {
         (any_nodes(), 1usize..100).prop_flat_map(|(nodes, num_experts)| {
             let last = i32::try_from(num_experts).unwrap() - 1;
             let id = prop_oneof![1 => Just(-1), 2 => 0..=last, 1 => 0..=last.min(1)];
@@ -185,7 +185,11 @@ mod tests {
     }
 
     /// What every rank holds between the hops, and how many tokens each has sent to every other to bring that about.
-    fn first_hop(placement: Placement, nodes: &Nodes, brought: &[Brought]) -> (Vec<Vec<Token>>, Vec<Vec<usize>>) {
+    pub(in crate::dispatch) fn first_hop(
+        placement: Placement,
+        nodes: &Nodes,
+        brought: &[Brought],
+    ) -> (Vec<Vec<Token>>, Vec<Vec<usize>>) {
         let (mut entered, mut sent) = (vec![Vec::new(); brought.len()], Vec::new());
         for (source, brought) in brought.iter().enumerate() {
             let plans = TwoLevelPlan { placement, nodes, rank: Rank::from_index(source) };

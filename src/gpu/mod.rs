@@ -4,6 +4,7 @@
 //! nothing has to be waited for in between. Knows nothing of layers, experts or tokens.
 
 mod error;
+pub mod feed;
 mod modules;
 mod staging;
 
@@ -18,8 +19,12 @@ pub use modules::Kernels;
 use crate::cuda::{Device, DeviceBuffer, Event, Function, Module, Stream};
 use crate::jit::{Arch, KernelRequest};
 use crate::world::World;
+use feed::Feed;
 use modules::Modules;
 use staging::Ring;
+
+/// Slots at most, 96 MiB: the link is never without one, and pinning more would cost more than it gains.
+const MAX_SLOTS: usize = 24;
 
 /// A rank's GPU. Copies of it are the same one.
 #[derive(Clone)]
@@ -30,6 +35,8 @@ struct Inner {
     stream: Stream,
     modules: Modules,
     ring: Mutex<Ring>,
+    /// From the first weight on until loading is over.
+    feed: Mutex<Option<Arc<Feed>>>,
     num_waits: AtomicU64,
 }
 
@@ -60,7 +67,7 @@ impl Gpu {
         let stream = Stream::new(&device)?;
         let ring = Mutex::new(Ring::new(&device)?);
         let modules = Modules::new(kernels)?;
-        Ok(Self(Arc::new(Inner { arch, stream, modules, ring, num_waits: AtomicU64::new(0) })))
+        Ok(Self(Arc::new(Inner { arch, stream, modules, ring, feed: Mutex::default(), num_waits: AtomicU64::new(0) })))
     }
 
     /// The device.
@@ -87,6 +94,14 @@ impl Gpu {
     /// If it was not prepared, does not compile, or does not load.
     pub fn module(&self, request: KernelRequest) -> Result<Module, GpuError> {
         self.0.modules.get(self.device(), request)
+    }
+
+    /// Loads modules that will be asked for; where kernels are compiled on demand, all of them at once.
+    ///
+    /// # Errors
+    /// If one does not compile or load.
+    pub fn load(&self, requests: Vec<KernelRequest>) -> Result<(), GpuError> {
+        self.0.modules.load(self.device(), requests)
     }
 
     /// A kernel by its name, of a module as [`Gpu::module`] gives it, that may take `shared_bytes` of dynamic shared memory.
@@ -116,6 +131,18 @@ impl Gpu {
         // SAFETY: the ring overwrites what lies there when a mark behind this copy has been waited for, and no earlier.
         unsafe { target.upload_pinned(self.stream(), start, staged) }?;
         Ok(())
+    }
+
+    /// What weights come through.
+    #[must_use]
+    pub fn feed(&self) -> Arc<Feed> {
+        let mut feed = self.0.feed.lock().unwrap_or_else(PoisonError::into_inner);
+        feed.get_or_insert_with(|| Arc::new(Feed::new(self.device(), MAX_SLOTS))).clone()
+    }
+
+    /// Lets go of what only loading needs. More weights may still come, at the price of making it again.
+    pub fn end_loading(&self) {
+        *self.0.feed.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// A mark behind all that is queued.
@@ -178,6 +205,21 @@ impl Gpu {
     }
 }
 
+/// Times that memory of steps has moved.
+static NUM_GROWN: AtomicU64 = AtomicU64::new(0);
+
+/// How often memory that steps share has been made larger, and so has moved: what was recorded before may point to where
+/// nothing lies any more.
+#[must_use]
+pub fn num_grown() -> u64 {
+    NUM_GROWN.load(Ordering::Relaxed)
+}
+
+/// Counts memory that moves elsewhere.
+pub fn count_growth() {
+    NUM_GROWN.fetch_add(1, Ordering::Relaxed);
+}
+
 /// Makes room for `len` values; what the buffer holds is lost if it grows. Work that uses it is ended first.
 ///
 /// # Errors
@@ -185,6 +227,7 @@ impl Gpu {
 pub fn grow<T: Pod>(buffer: &mut DeviceBuffer<T>, len: usize) -> Result<(), GpuError> {
     if buffer.len() < len {
         let device = buffer.device().clone();
+        count_growth();
         // The old one goes first: two would not always fit.
         *buffer = DeviceBuffer::uninitialised(&device, 0)?;
         *buffer = DeviceBuffer::uninitialised(&device, len)?;

@@ -17,7 +17,7 @@ mod usage;
 
 pub use arch::{Arch, ParseArchError};
 pub use key::{Key, KeyParts};
-pub use nvrtc::{Compiled, Compiler, CompilerId, NvrtcError};
+pub use nvrtc::{Compiled, Compiler, CompilerId, NvrtcError, num_compiled};
 pub use prepare::{JitError, PrepareSettings, Prepared, prepare};
 pub use request::{Define, KernelRequest};
 pub use source::{Header, KernelSource};

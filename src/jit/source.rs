@@ -29,6 +29,7 @@ macro_rules! header {
 
 pub(super) const ACTIVATION: Header = header!("activation.cuh");
 pub(super) const BASE: Header = header!("base.cuh");
+pub(super) const EXPERT: Header = header!("expert.cuh");
 pub(super) const EXPERTS: Header = header!("experts.cuh");
 pub(super) const GATHER: Header = header!("gather.cuh");
 pub(super) const HOPPER: Header = header!("hopper.cuh");

@@ -3,13 +3,13 @@
 //! [`super::device`] brings tokens to their experts; here is what surrounds that. The host waits once at the end, and where
 //! routed parts make it.
 
-use std::cell::RefCell;
+use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::cuda::{Around, AroundBuffers, DenseTools};
-use crate::backend::{BackendError, DeviceBatch, DeviceExperts, Experts};
+use crate::backend::{BackendError, DeviceBatch, DeviceExperts, Experts, LiveBounds};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::capacity::Capacity;
 use crate::fault::{Action, Stage};
@@ -19,29 +19,54 @@ use crate::world::World;
 use super::device::{DeviceRoute, RoutedInput};
 use super::parts::{Shared, SharedBy};
 use super::routed::Brought;
-use super::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part};
+use super::{LayerError, LayerInput, LayerOutput, LayerStats, MoeLayer, Part, PhaseTimes};
 
 /// What surrounds a layer's routed experts, on the device.
 pub(crate) struct DeviceBlock {
-    tools: Arc<DenseTools>,
+    pub(super) tools: Arc<DenseTools>,
     pub around: Around,
-    memory: BlockMemory,
+    pub(super) memory: BlockMemory,
 }
 
 /// Memory that the layers of a session use one after the other.
 #[derive(Clone)]
 pub(super) struct BlockMemory(Rc<RefCell<Memory>>);
 
-struct Memory {
-    buffers: AroundBuffers,
+impl BlockMemory {
+    pub fn borrow_mut(&self) -> RefMut<'_, Memory> {
+        self.0.borrow_mut()
+    }
+}
+
+pub(super) struct Memory {
+    pub buffers: AroundBuffers,
     /// Sums of routed experts, `[num_tokens, width]`.
-    routed: DeviceBuffer<f32>,
+    pub routed: DeviceBuffer<f32>,
     /// Their way back from the latent, `[num_tokens, hidden]`.
-    up: DeviceBuffer<f32>,
+    pub up: DeviceBuffer<f32>,
     /// `[num_tokens, hidden]`
-    shared: DeviceBuffer<f32>,
+    pub shared: DeviceBuffer<f32>,
     /// Marks of a step: its begin, experts chosen, values made; routed sums made, back from the latent, all summed.
-    marks: [Event; 6],
+    pub marks: [Event; 6],
+}
+
+impl Memory {
+    /// Overwrites all that a step writes, so that what is read before it is written shows.
+    pub fn poison(&mut self, tools: &DenseTools) -> Result<(), LayerError> {
+        self.buffers.poison(tools)?;
+        let written = [&mut self.routed, &mut self.up, &mut self.shared];
+        Ok(written.into_iter().try_for_each(|buffer| buffer.fill_bytes(tools.gpu().stream(), 0xff))?)
+    }
+
+    /// Adds the times between the marks of a step, which the device has passed.
+    pub fn count_times(&self, times: &mut PhaseTimes) -> Result<(), LayerError> {
+        let marks = &self.marks;
+        let between = |at: usize| -> Result<Duration, LayerError> { Ok(marks[at + 1].elapsed_since(&marks[at])?) };
+        times.route += between(0)?;
+        times.latent += between(1)? + between(3)?;
+        times.shared += between(4)?;
+        Ok(())
+    }
 }
 
 impl BlockMemory {
@@ -78,18 +103,21 @@ impl MoeLayer {
         mut stats: LayerStats,
     ) -> Result<LayerOutput, LayerError> {
         let DeviceBlock { tools, around, memory } = block;
+        if let Ok(graphs) = self.graphs.as_ref()
+            && input.part != Part::Shared
+            && let Some(output) = self.forward_in_graph(graphs, (route, block), (world, capacity), input, &mut stats)?
+        {
+            return Ok(output);
+        }
         let stream = tools.gpu().stream();
-        let mut memory = memory.0.borrow_mut();
-        let Memory { buffers, routed, up, shared, marks } = &mut *memory;
+        let mut memory = memory.borrow_mut();
         let (hidden, latent) = (self.geometry.hidden, self.geometry.expert_hidden);
         let num_tokens = input.hidden.len() / hidden;
 
         if world.has_fault(Stage::Experts, &Action::Poison) {
-            buffers.poison(tools)?;
-            [&mut *routed, &mut *up, &mut *shared]
-                .into_iter()
-                .try_for_each(|buffer| buffer.fill_bytes(stream, 0xff))?;
+            memory.poison(tools)?;
         }
+        let Memory { buffers, routed, up, shared, marks } = &mut *memory;
 
         // Choose experts
         buffers.upload(tools, input.hidden, hidden)?;
@@ -142,19 +170,42 @@ impl MoeLayer {
             self.finish_routed(route, &mut stats)?;
         }
         if let Some(with_shared) = with_shared {
-            let num_blocks = if with_shared.input_scale.is_some() { around.num_blocks(buffers) } else { 0 };
-            let evidence = match &with_shared.by {
-                SharedBy::Backend(experts) => on_device(&**experts)?.evidence()?,
-                SharedBy::Library(expert) => expert.evidence()?,
-            };
-            stats.count_shared(&evidence, buffers.quant_counts(num_blocks));
+            self.finish_shared(with_shared, (around, &memory), None, &mut stats)?;
         }
-        let between = |at: usize| -> Result<Duration, LayerError> { Ok(marks[at + 1].elapsed_since(&marks[at])?) };
-        stats.times.route += between(0)?;
-        stats.times.latent += between(1)? + between(3)?;
-        stats.times.shared += between(4)?;
-        let topk = (input.part != Part::Shared).then(|| input.topk.cloned().unwrap_or_else(|| buffers.topk()));
+        memory.count_times(&mut stats.times)?;
+        let topk = (input.part != Part::Shared).then(|| input.topk.cloned().unwrap_or_else(|| memory.buffers.topk()));
         Ok(LayerOutput { values, width, topk, stats })
+    }
+
+    /// Counts what the shared experts did, once the host has waited for the device. `rows` are those that launches were made for,
+    /// where the device alone knew how many there were.
+    pub(super) fn finish_shared(
+        &self,
+        with_shared: &Shared,
+        (around, memory): (&Around, &Memory),
+        rows: Option<usize>,
+        stats: &mut LayerStats,
+    ) -> Result<(), LayerError> {
+        let buffers = &memory.buffers;
+        let num_blocks = if with_shared.input_scale.is_some() { around.num_blocks(buffers) } else { 0 };
+        let (num_tokens, room) = (buffers.num_tokens(), buffers.extent().room);
+        let evidence = match &with_shared.by {
+            SharedBy::Backend(experts) => {
+                let experts = on_device(&**experts)?;
+                if let Some(rows) = rows {
+                    experts.expect(&[0, num_tokens], LiveBounds { max_rows: room, max_expert_rows: rows })?;
+                }
+                experts.evidence()?
+            }
+            SharedBy::Library(expert) => {
+                if rows.is_some() {
+                    expert.expect(num_tokens);
+                }
+                expert.evidence()?
+            }
+        };
+        stats.count_shared(&evidence, buffers.quant_counts(num_blocks));
+        Ok(())
     }
 }
 
@@ -167,10 +218,13 @@ fn queue_shared(
 ) -> Result<(), LayerError> {
     let experts = match &shared.by {
         SharedBy::Backend(experts) => on_device(&**experts)?,
-        SharedBy::Library(expert) => return Ok(expert.queue(buffers, out)?),
+        SharedBy::Library(expert) => {
+            expert.queue(buffers, out)?;
+            return Ok(expert.queue_evidence()?);
+        }
     };
     let num_tokens = buffers.num_tokens();
-    grow(out, around.num_values(buffers))?;
+    grow(out, around.num_room_values(buffers))?;
     let (tokens, row_token) = around.shared_tokens(buffers, shared.input_scale)?;
     let token_scale = shared.input_scale.unwrap_or(1.0);
     let batch = DeviceBatch { tokens, token_scale, row_token, expert_offsets: &[0, num_tokens] };
@@ -178,6 +232,6 @@ fn queue_shared(
     Ok(experts.queue_evidence()?)
 }
 
-fn on_device(experts: &dyn Experts) -> Result<&dyn DeviceExperts, BackendError> {
+pub(super) fn on_device(experts: &dyn Experts) -> Result<&dyn DeviceExperts, BackendError> {
     experts.on_device().ok_or(BackendError::NotOnDevice { technique: "the shared experts' backend" })
 }

@@ -9,8 +9,10 @@ use std::rc::Rc;
 use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::capacity::Capacity;
-use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages, Way};
+use crate::dispatch::counts::ReceivedCounts;
+use crate::dispatch::device::{Buffers, DeviceTokens, DeviceTransport, Forms, LiveStep, Stages, TwoLevels, Way};
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::nodes::Nodes;
 use crate::fault::{Action, Stage};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
@@ -26,16 +28,18 @@ use super::{LayerError, LayerStats, MoeLayer};
 #[derive(Clone)]
 pub(super) struct OnGpu {
     pub gpu: Gpu,
-    memory: Rc<RefCell<Memory>>,
+    pub memory: Rc<RefCell<Memory>>,
     input: Rc<RefCell<HostInput>>,
 }
 
 /// Memory that layers use one after the other.
-struct Memory {
-    buffers: Buffers,
-    timers: Timers,
+pub(super) struct Memory {
+    pub buffers: Buffers,
+    pub timers: Timers,
     /// The host's copy of `buffers.counts`.
-    counts: PinnedBuffer<u64>,
+    pub counts: PinnedBuffer<u64>,
+    /// Numbers of steps that no host follows.
+    pub live: LiveStep,
 }
 
 /// What comes from the host and goes back to it.
@@ -48,8 +52,8 @@ struct HostInput {
 
 /// How one layer's tokens travel between GPUs.
 pub(crate) struct DeviceRoute {
-    on: OnGpu,
-    transport: DeviceTransport,
+    pub(super) on: OnGpu,
+    pub(super) transport: DeviceTransport,
 }
 
 /// Tokens of this rank, on its device.
@@ -76,15 +80,22 @@ impl OnGpu {
         };
         let buffers = Buffers::new(gpu)?;
         let counts = PinnedBuffer::zeroed(device, buffers.counts.len())?;
-        let memory = Memory { buffers, timers: Timers::default(), counts };
+        let memory = Memory { buffers, timers: Timers::default(), counts, live: LiveStep::new(gpu)? };
         let (memory, input) = (Rc::new(RefCell::new(memory)), Rc::new(RefCell::new(input)));
         Ok(Self { gpu: gpu.clone(), memory, input })
     }
 
-    /// A layer's way.
-    pub fn route(&self, forms: Forms, rank: Rank, (way, layer): (Way, LayerIdx)) -> Result<DeviceRoute, GpuError> {
+    /// A layer's way, in two levels where there are nodes.
+    pub fn route(
+        &self,
+        forms: Forms,
+        (rank, nodes): (Rank, Option<Rc<Nodes>>),
+        (way, layer): (Way, LayerIdx),
+    ) -> Result<DeviceRoute, GpuError> {
         let stages = Stages::new(&self.gpu, forms, rank)?;
-        Ok(DeviceRoute { on: self.clone(), transport: DeviceTransport::new(&self.gpu, stages, way, layer) })
+        let levels = nodes.map(|nodes| TwoLevels::new(&self.gpu, forms, (rank, nodes))).transpose()?;
+        let transport = DeviceTransport::new(&self.gpu, stages, way, layer).with_levels(levels);
+        Ok(DeviceRoute { on: self.clone(), transport })
     }
 }
 
@@ -150,19 +161,19 @@ impl MoeLayer {
         let experts = self.experts_on_device()?;
         let chunks = self.chunks(world, capacity, brought, stats)?;
         let mut memory = route.on.memory.borrow_mut();
-        let Memory { buffers, timers, counts } = &mut *memory;
+        let Memory { buffers, timers, counts, .. } = &mut *memory;
         // What devices tell each other is another step's, though hosts agree on this one.
         let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         for chunk in 0..chunks.num_chunks {
             let (tokens, num_topk) = (chunks.tokens(chunk, brought.num_tokens), brought.num_topk);
-            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step };
+            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk, live_tokens: 0 };
             world.fault(Stage::Dispatch)?;
             if world.has_fault(Stage::Experts, &Action::Poison) {
                 buffers.poison(gpu)?;
             }
             timers.mark(gpu)?;
             let handle = route.transport.dispatch(world, buffers, &tokens, chunks.chunk_tokens)?;
-            self.count_chunk(world, &handle, stats);
+            self.count_chunk(&handle.received, (handle.num_packed, handle.num_sent_remote), stats);
             world.fault(Stage::Experts)?;
             timers.mark(gpu)?;
             let offsets = &handle.received.expert_offsets;
@@ -197,22 +208,26 @@ impl MoeLayer {
     }
 
     /// What the host knows of a chunk.
-    fn count_chunk(&self, world: &World, handle: &DeviceHandle, stats: &mut LayerStats) {
-        let DeviceHandle { sent, received, .. } = handle;
+    pub(super) fn count_chunk(
+        &self,
+        received: &ReceivedCounts,
+        (num_packed, num_sent_remote): (usize, usize),
+        stats: &mut LayerStats,
+    ) {
         let quantised = match (self.travel.payload, self.input_scale) {
-            (PayloadForm::Nvfp4 { .. }, _) => sent.num_tokens.iter().sum(),
+            (PayloadForm::Nvfp4 { .. }, _) => num_packed,
             (_, Some(_)) => received.total_tokens(),
             (_, None) => 0,
         };
         stats.fc1_input.num_blocks += (quantised * (self.geometry.expert_hidden / BLOCK)) as u64;
-        stats.num_tokens_sent += sent.num_remote(world.rank()) as u64;
+        stats.num_tokens_sent += num_sent_remote as u64;
         stats.num_tokens_received += received.total_tokens() as u64;
         for (rows, pair) in stats.rows_per_expert.iter_mut().zip(received.expert_offsets.windows(2)) {
             *rows += (pair[1] - pair[0]) as u64;
         }
     }
 
-    fn experts_on_device(&self) -> Result<&dyn DeviceExperts, BackendError> {
+    pub(super) fn experts_on_device(&self) -> Result<&dyn DeviceExperts, BackendError> {
         let technique = self.selected.winner.identity.technique;
         self.experts.on_device().ok_or(BackendError::NotOnDevice { technique })
     }

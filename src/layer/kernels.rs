@@ -58,12 +58,13 @@ fn requests(
     let capability = options.environment.gpu.present().map(|gpu| gpu.compute_capability);
     let mut requests = Vec::new();
     for plan in plans {
-        let technique = selected.layer(plan)?.winner.identity.technique;
+        let layer = selected.layer(plan)?;
+        let technique = layer.winner.identity.technique;
         // Selection has seen to it that a rank of a GPU technique has a GPU that kernels are made for.
         let (Some(family), Some(arch)) = (family(technique), capability.and_then(Arch::of)) else { continue };
         let chooser = Chooser { family, batch_invariant: options.deployment.moe.batch_invariant };
         requests.extend(around(geometry, arch));
-        requests.extend(travel(&plan.problem, &plan.decision, arch));
+        requests.extend(travel(&plan.problem, &plan.decision, layer.levels, arch));
         requests.extend(products(&plan.problem, plan.decision.activation, chooser, arch));
     }
     Ok(requests)

@@ -1,16 +1,18 @@
 //! A layer's weights from the checkpoint into a backend: this rank's experts, and the parts that every rank holds.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::backend::cuda::{Around, AroundSpec, AroundTensors, DenseTools, GatedDense};
 use crate::backend::{Backend, BackendError, Experts, ExpertsSpec, Linear};
 use crate::checkpoint::tensors::{ExpertTensors, LatentTensors, Projection, ProjectionData, RouterTensors};
-use crate::checkpoint::{Checkpoint, LayerManifest, LayerScales};
-use crate::ids::{ExpertIdx, Rank};
+use crate::checkpoint::{Checkpoint, LayerManifest};
+use crate::ids::Rank;
 use crate::model::{LatentGeometry, MoeGeometry};
 use crate::select::LayerDecision;
 
 use super::LayerError;
+use super::experts::{ExpertsLoader, LoadedExperts, fc1_input_scale, prepare_error};
 use super::parts::{Latent, Norm, Router, Shared, SharedBy};
 use crate::dispatch::placement::Placement;
 
@@ -22,6 +24,8 @@ pub(super) struct Loaded {
     pub around: Option<Around>,
     pub shared: Option<Shared>,
     pub experts: Box<dyn Experts>,
+    /// What reading and packing the experts took.
+    pub experts_elapsed: Duration,
     /// The largest FC1 `input_scale` of this rank's experts; 0 where it has none.
     pub largest_input_scale: f32,
     pub weight_bytes: u64,
@@ -37,21 +41,24 @@ pub(super) struct Loader<'a> {
     pub rank: Rank,
     /// A row's bits may not depend on the number of rows.
     pub batch_invariant: bool,
-    /// Told of every expert that is packed.
-    pub progress: &'a dyn Fn(),
+    /// Told the checkpoint's bytes of every expert that is packed, by whichever thread has done it.
+    pub progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl Loader<'_> {
-    /// Reads and packs one layer, expert by expert, so that only one is held twice.
+    /// Reads and packs one layer, a few experts at a time, so that only these are held twice.
     pub fn load(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<Loaded, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
-        let (experts, largest_input_scale) = self.experts(manifest, decision)?;
+        let LoadedExperts { builder, largest_input_scale, elapsed: experts_elapsed, .. } =
+            self.experts(manifest, decision)?;
+        let experts = self.prepare(manifest, builder.finish())?;
         let (router, latent) = (self.checkpoint.read_router(manifest)?, self.checkpoint.read_latent(manifest)?);
         let latent = geometry.latent.zip(latent);
         let around = match self.dense {
             Some(tools) => {
                 let tensors = AroundTensors { router: &router, latent: latent.as_ref().map(|(_, latent)| latent) };
-                Some(self.prepare(manifest, Around::new(tools, around_spec(geometry), tensors))?)
+                let around = || Around::new(tools, around_spec(geometry), tensors);
+                Some(self.prepare(manifest, self.backend.pool().install(around))?)
             }
             None => None,
         };
@@ -63,14 +70,10 @@ impl Loader<'_> {
             + linears.flatten().map(|linear| linear.weight_bytes()).sum::<u64>()
             + around.as_ref().map_or(0, Around::weight_bytes)
             + shared.as_ref().map_or(0, |shared| shared.by.weight_bytes());
-        Ok(Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes })
+        Ok(Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes })
     }
 
-    fn experts(
-        &self,
-        manifest: &LayerManifest,
-        decision: &LayerDecision,
-    ) -> Result<(Box<dyn Experts>, f32), LayerError> {
+    fn experts(&self, manifest: &LayerManifest, decision: &LayerDecision) -> Result<LoadedExperts, LayerError> {
         let geometry = &self.checkpoint.model().geometry;
         let local = self.placement.local_experts(self.rank);
         let spec = ExpertsSpec {
@@ -80,19 +83,12 @@ impl Loader<'_> {
             quantise_activations: decision.quantise_activations,
             batch_invariant: self.batch_invariant,
         };
-        let mut builder = self.prepare(manifest, self.backend.experts(spec, local.len()))?;
-        let mut largest = 0f32;
-        let mut scales = LayerScales::default();
-        for expert in local.map(ExpertIdx::from_index) {
-            let tensors = self.checkpoint.read_expert_into(manifest, expert, &mut scales)?;
-            self.prepare(manifest, builder.push(&tensors))?;
-            largest = largest.max(fc1_input_scale(&tensors).unwrap_or(0.0));
-            (self.progress)();
-        }
-        if let Some(warning) = scales.warning() {
+        let loader = ExpertsLoader { checkpoint: self.checkpoint, backend: self.backend, progress: self.progress };
+        let loaded = loader.load(manifest, spec, local)?;
+        if let Some(warning) = loaded.scales.warning() {
             tracing::warn!("{}: {warning}", manifest.layer);
         }
-        Ok((self.prepare(manifest, builder.finish())?, largest))
+        Ok(loaded)
     }
 
     fn router(&self, manifest: &LayerManifest, tensors: RouterTensors) -> Result<Router, LayerError> {
@@ -144,12 +140,13 @@ impl Loader<'_> {
             // Its rows are this rank's own tokens: their number is no ground for another order of sums.
             batch_invariant: true,
         };
-        let by_library = self.dense.map(|tools| GatedDense::new(tools, spec, &tensors));
+        let pool = self.backend.pool();
+        let by_library = self.dense.map(|tools| pool.install(|| GatedDense::new(tools, spec, &tensors)));
         let by = match self.prepare(manifest, by_library.transpose())?.flatten() {
             Some(expert) => SharedBy::Library(Box::new(expert)),
             None => {
-                let mut builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
-                self.prepare(manifest, builder.push(&tensors))?;
+                let builder = self.prepare(manifest, self.backend.experts(spec, 1))?;
+                self.prepare(manifest, pool.install(|| builder.put(0, &tensors)))?;
                 SharedBy::Backend(self.prepare(manifest, builder.finish())?)
             }
         };
@@ -157,11 +154,7 @@ impl Loader<'_> {
     }
 
     fn prepare<T>(&self, manifest: &LayerManifest, result: Result<T, BackendError>) -> Result<T, LayerError> {
-        result.map_err(|source| LayerError::Prepare {
-            layer: manifest.layer,
-            checkpoint: self.checkpoint.dir().to_owned(),
-            source,
-        })
+        result.map_err(|source| prepare_error(self.checkpoint.dir(), manifest.layer, source))
     }
 }
 
@@ -182,16 +175,4 @@ fn global_scales(expert: &ExpertTensors) -> Vec<f32> {
         ProjectionData::Bf16(_) | ProjectionData::F32(_) => [None, None],
     };
     [&expert.gate, &expert.up, &expert.down].into_iter().flat_map(of_projection).flatten().collect()
-}
-
-/// The larger of gate's and up's `input_scale`, which describe the same input; absent unless both are there.
-fn fc1_input_scale(expert: &ExpertTensors) -> Option<f32> {
-    Some(input_scale(&expert.gate)?.max(input_scale(&expert.up)?))
-}
-
-fn input_scale(projection: &Projection) -> Option<f32> {
-    match projection.data {
-        ProjectionData::Nvfp4 { input_scale, .. } => input_scale,
-        ProjectionData::Bf16(_) | ProjectionData::F32(_) => None,
-    }
 }

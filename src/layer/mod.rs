@@ -1,9 +1,12 @@
 //! One MoE layer across ranks: the control flow from hidden states to output. All it does was decided before.
 
+mod abreast;
 pub mod agreement;
 mod block;
 mod carriers;
 mod device;
+mod experts;
+mod graph;
 mod kernels;
 mod load;
 mod parts;
@@ -41,6 +44,7 @@ use crate::select::{FormatError, Identity, LayerDecision, LayerSelection, Select
 use crate::world::{Refusal, World, WorldError};
 
 pub(crate) use carriers::{Carriers, Needs};
+pub(crate) use experts::{ExpertsLoader, read_experts};
 pub use parts::Part;
 pub(crate) use selected::{Asks, Jointly, PLAN, SESSION, must_match, select_jointly};
 pub use session::{JitOptions, Session, SessionOptions};
@@ -49,6 +53,8 @@ pub use stats::{LayerStats, PhaseTimes};
 
 use block::DeviceBlock;
 use device::DeviceRoute;
+use graph::LayerGraphs;
+pub use graph::{GraphRefusal, NO_GRAPH_ASKED};
 use parts::{Latent, Router, Shared, SharedBy};
 
 /// Everything that can end a session.
@@ -101,6 +107,9 @@ pub enum LayerError {
     /// The world's shape.
     #[error(transparent)]
     World(#[from] WorldError),
+    /// A layer that can't be recorded.
+    #[error(transparent)]
+    Graph(#[from] GraphRefusal),
     /// Some rank failed; all end.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -140,6 +149,7 @@ impl Classify for LayerError {
             Self::Capacity(error) => error.exit(),
             Self::Carry(error) => error.exit(),
             Self::Forward(error) => error.exit(),
+            Self::Graph(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
@@ -152,6 +162,7 @@ impl Classify for LayerError {
         match self {
             Self::Refused(error) => error.known(),
             Self::Jit(error) => error.known(),
+            Self::Carry(error) => error.known(),
             Self::Forward(error) => error.known(),
             _ => Known::Here,
         }
@@ -178,6 +189,8 @@ pub struct MoeLayer {
     device: Option<DeviceRoute>,
     /// What surrounds the routed experts, where that lies on a GPU too.
     block: Option<DeviceBlock>,
+    /// Its recordings, or why there are none.
+    graphs: Result<LayerGraphs, String>,
     weight_bytes: u64,
     /// What all ranks run, by rows of an expert.
     tactics: [Tactic; RowBucket::NUM],
@@ -246,6 +259,14 @@ impl MoeLayer {
     #[must_use]
     pub fn carrier(&self) -> Transport {
         self.carrier
+    }
+
+    /// Whether its steps are replayed as a CUDA graph; if not, why.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn graphs(&self) -> Result<(), &str> {
+        self.graphs.as_ref().map(|_| ()).map_err(String::as_str)
     }
 
     /// What may compute its experts: the winner, its companions, and the library that the shared ones were given to, all of

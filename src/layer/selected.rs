@@ -3,13 +3,14 @@
 use crate::config::{Choice as _, Deployment, Levels};
 use crate::dispatch::nodes::Nodes;
 use crate::dispatch::travel::{combine_mode, payload_form, row_form};
-use crate::facts::{self, BUILD};
+use crate::facts::BUILD;
 use crate::ids::LayerIdx;
 use crate::jit::Prepared;
 use crate::select::fingerprint::{BuildFacts, SessionBuilder};
 use crate::select::registry::Registry;
 use crate::select::{
-    DeploymentFacts, Environment, Fingerprint, LayerDecision, LayerSelection, Problem, SelectError, Selection, resolve,
+    DeploymentFacts, Environment, Fingerprint, InstructionSet, LayerDecision, LayerSelection, Problem, SelectError,
+    Selection, resolve,
 };
 use crate::world::{Group, World};
 
@@ -189,6 +190,7 @@ fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
         .capacity("num_max_tokens_per_rank", dispatch.num_max_tokens_per_rank as u64)
         .capacity("tokens_at_once", at_once as u64)
         .flag("part", options.part.name())
+        .flag("cuda_graph", options.deployment.moe.cuda_graph.name())
         .flag("input_is_bf16", options.input_is_bf16);
 }
 
@@ -281,8 +283,8 @@ fn warn_of_harmless_differences(environments: &[Environment]) {
 }
 
 /// The instruction set of a technique's kernels.
-pub(super) fn isa(selection: &Selection, technique: &str) -> crate::backend::Isa {
-    selection.instruction_set(technique).map_or(crate::backend::Isa::Scalar, facts::isa)
+pub(super) fn isa(selection: &Selection, technique: &str) -> InstructionSet {
+    selection.instruction_set(technique).unwrap_or(InstructionSet::Scalar)
 }
 
 #[cfg(test)]

@@ -1,15 +1,15 @@
 //! A session: a deployment and a checkpoint, decided on by all ranks, loaded, ready to run.
 
-use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::backend::cuda::{DenseBy, DenseTools};
-use crate::backend::{self, Backend, BackendError, Isa, Machine};
+use crate::backend::{self, Backend, BackendError, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::{Deployment, Levels, Transport};
+use crate::config::{Choice as _, Deployment, Levels, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
 use crate::dispatch::device::{Forms, Way};
 use crate::dispatch::layout::PayloadForm;
@@ -20,15 +20,16 @@ use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, 
 use crate::fault::Stage;
 use crate::gpu::{Gpu, Kernels};
 use crate::host;
-use crate::ids::{LayerIdx, Rank};
+use crate::ids::{ExpertIdx, LayerIdx, Rank};
 use crate::model::MoeGeometry;
 use crate::select::tactics::{RowBucket, Tactic};
-use crate::select::{self, Digest, Environment, LayerDecision, Selection};
+use crate::select::{self, Digest, Environment, InstructionSet, LayerDecision, Selection};
 use crate::world::{Phase, World};
 
 use super::block::{BlockMemory, DeviceBlock};
 use super::carriers::{Carriers, Needs};
 use super::device::OnGpu;
+use super::graph;
 use super::kernels;
 use super::load::{Loaded, Loader};
 use super::plan::{self, Asked, LayerPlan};
@@ -62,8 +63,8 @@ pub struct SessionOptions<'a> {
     pub part: Part,
     /// The most tokens that any rank will bring, where it is known: buffers are planned for no more.
     pub num_tokens: Option<usize>,
-    /// Told how many of this rank's experts, of how many, have been packed.
-    pub progress: &'a dyn Fn(u64, u64),
+    /// Told how many bytes of this rank's experts, of how many, have been read and packed; by any thread.
+    pub progress: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 impl SessionOptions<'_> {
@@ -93,6 +94,7 @@ pub struct Session {
     session: Digest,
     tactics: TacticTable,
     bytes_read: BytesRead,
+    experts_elapsed: Duration,
     step_limit: Duration,
 }
 
@@ -145,7 +147,8 @@ impl Session {
             dense: dense.as_ref(),
             placement,
         };
-        let mut layers = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
+        let (mut layers, experts_elapsed) = load_layers(world, (&checkpoint, options), &held, (&plans, &selected))?;
+        gpu.iter().for_each(Gpu::end_loading);
         let loaded = selected.agree_on_loaded(world, &layers)?;
         let tactics = tune::tune(world, options, &layers)?;
         layers.iter_mut().for_each(|layer| layer.tactics = tactics.of_layer(layer.decision.layer));
@@ -160,6 +163,7 @@ impl Session {
             session,
             tactics,
             bytes_read: checkpoint.bytes_read(),
+            experts_elapsed,
             step_limit: Duration::from_secs(deployment.timeouts.step_s),
         })
     }
@@ -214,7 +218,7 @@ impl Session {
 
     /// The technique of the first layer, and the instruction set that all ranks use for it.
     #[must_use]
-    pub fn backend(&self) -> (&'static str, Isa) {
+    pub fn backend(&self) -> (&'static str, InstructionSet) {
         let technique = self.selection().techniques().first().copied().unwrap_or("none");
         (technique, selected::isa(self.selection(), technique))
     }
@@ -225,6 +229,12 @@ impl Session {
         self.bytes_read
     }
 
+    /// What this rank took to read and pack its experts, which are [`BytesRead::experts`]; the waits for others left out.
+    #[must_use]
+    pub fn experts_elapsed(&self) -> Duration {
+        self.experts_elapsed
+    }
+
     /// Lets go of what ranks hold together, once all of them are here; collective. A session that is dropped without it
     /// leaves that to the end of the process, because a rank that let go earlier than the others could cut them off.
     pub fn close(self, world: &World) {
@@ -232,6 +242,12 @@ impl Session {
         self.carriers.close();
         // What others had open is freed once they have closed it.
         world.barrier();
+    }
+
+    /// From here on hosts follow every step.
+    #[cfg(test)]
+    pub(super) fn follow_every_step(&mut self) {
+        self.layers.iter_mut().for_each(|layer| layer.graphs = Err(String::new()));
     }
 
     /// Enters the step phase: every wait from here on has the step's limit.
@@ -375,19 +391,19 @@ impl Dense {
     }
 }
 
-/// Loads layer by layer; a fault on one rank ends all before the next layer.
+/// Loads layer by layer, and says what the experts took; a fault on one rank ends all before the next layer.
 fn load_layers(
     world: &World,
     (checkpoint, options): (&Checkpoint, &SessionOptions<'_>),
     &Held { backends, carriers, on_gpu, dense, placement }: &Held<'_>,
     (plans, selected): (&[LayerPlan], &Selected),
-) -> Result<Vec<MoeLayer>, LayerError> {
+) -> Result<(Vec<MoeLayer>, Duration), LayerError> {
     let geometry = &checkpoint.model().geometry;
-    let total = (placement.local_experts(world.rank()).len() * plans.len()) as u64;
-    let done = Cell::new(0);
-    let progress = || {
-        done.set(done.get() + 1);
-        (options.progress)(done.get(), total);
+    let total = plans.iter().map(|plan| expert_bytes(checkpoint, plan, placement, world.rank())).sum();
+    let done = AtomicU64::new(0);
+    let progress = |bytes| {
+        let before = done.fetch_add(bytes, Ordering::Relaxed);
+        (options.progress)(before + bytes, total);
     };
     let load = |plan: &LayerPlan| {
         world.fault(Stage::Load)?;
@@ -407,11 +423,14 @@ fn load_layers(
     };
     let nodes = Rc::new(selected.nodes.clone());
     let mut layers = Vec::new();
+    let mut elapsed = Duration::ZERO;
     for plan in plans {
         let decision = &plan.decision;
         world.begin(format!("loading {} of {}", plan.problem.layer, checkpoint.dir().display()));
         let (loaded, selected) = world.agree::<_, LayerError>(load(plan))?;
-        let Loaded { router, latent, around, shared, experts, largest_input_scale, weight_bytes } = loaded;
+        let Loaded { router, latent, around, shared, experts, experts_elapsed, largest_input_scale, weight_bytes } =
+            loaded;
+        elapsed += experts_elapsed;
         // Over all ranks: reduced over local experts only, a token's quantisation would depend on the split.
         let input_scale = decision.quantise_activations.then(|| world.max_f32(largest_input_scale));
         let travel = Travel {
@@ -426,10 +445,14 @@ fn load_layers(
         let route = |(on_gpu, way): (&OnGpu, Way)| {
             let is_quantised = matches!(travel.payload, PayloadForm::Nvfp4 { .. });
             let forms = Forms { travel, quantise: input_scale.filter(|_| !is_quantised) };
-            on_gpu.route(forms, world.rank(), (way, decision.layer))
+            on_gpu.route(forms, (world.rank(), nodes.clone()), (way, decision.layer))
         };
         let device = world.agree(on_gpu.zip(way).map(route).transpose())?;
         let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));
+        let asked = options.deployment.moe.cuda_graph;
+        let verdict = graph::verdict((device.as_ref(), block.as_ref()), carried_by.name());
+        let at_once = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
+        let graphs = world.agree(graph::choose(asked, (world, decision.layer), verdict, at_once))?;
         layers.push(MoeLayer {
             decision: *decision,
             selected,
@@ -444,11 +467,18 @@ fn load_layers(
             carrier: carried_by,
             device,
             block,
+            graphs,
             weight_bytes,
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });
     }
-    Ok(layers)
+    Ok((layers, elapsed))
+}
+
+/// Bytes of a rank's own experts of a layer, as the checkpoint stores them.
+fn expert_bytes(checkpoint: &Checkpoint, plan: &LayerPlan, placement: Placement, rank: Rank) -> u64 {
+    let experts = placement.local_experts(rank).map(ExpertIdx::from_index);
+    experts.map(|expert| checkpoint.expert_bytes(&plan.manifest, expert).unwrap_or(0)).sum()
 }
 
 /// What is odd about the files, which every rank has found alike, is said once.

@@ -30,6 +30,10 @@ pub struct LayerStats {
     pub num_chunks: u64,
     /// Times the host has waited for its device on the way of tokens and rows; the caller's own wait for the sums not included.
     pub num_device_waits: u64,
+    /// Steps that were recorded as a CUDA graph after they had run.
+    pub num_graph_captures: u64,
+    /// Steps that were replayed.
+    pub num_graph_replays: u64,
     /// Tokens sent to other ranks.
     pub num_tokens_sent: u64,
     /// Tokens received, this rank's own included.
@@ -80,6 +84,8 @@ impl LayerStats {
         self.fc2_input += other.fc2_input;
         self.num_chunks += other.num_chunks;
         self.num_device_waits += other.num_device_waits;
+        self.num_graph_captures += other.num_graph_captures;
+        self.num_graph_replays += other.num_graph_replays;
         self.num_tokens_sent += other.num_tokens_sent;
         self.num_tokens_received += other.num_tokens_received;
         self.times.add(&other.times);

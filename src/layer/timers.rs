@@ -20,12 +20,32 @@ pub(super) struct Timers {
 impl Timers {
     /// Marks the next place.
     pub fn mark(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        self.mark_as(gpu, false)
+    }
+
+    /// The same, where `in_graph` says that work is being recorded.
+    pub fn mark_as(&mut self, gpu: &Gpu, in_graph: bool) -> Result<(), CudaError> {
         if self.num_marked == self.events.len() {
             self.events.push(Event::new(gpu.device())?);
         }
-        self.events[self.num_marked].record(gpu.stream())?;
+        let event = &self.events[self.num_marked];
+        if in_graph {
+            event.record_in_graph(gpu.stream())?
+        } else {
+            event.record(gpu.stream())?
+        };
         self.num_marked += 1;
         Ok(())
+    }
+
+    /// Forgets what was marked.
+    pub fn restart(&mut self) {
+        self.num_marked = 0;
+    }
+
+    /// The places of one chunk are marked, by work that was recorded before.
+    pub fn set_marked(&mut self) {
+        self.num_marked = PER_CHUNK;
     }
 
     /// Adds the times between the marks, which the device has passed, to their phases, and begins anew.

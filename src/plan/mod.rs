@@ -212,7 +212,7 @@ impl<'a> Basis<'a> {
         let placement = Placement::new(geometry.num_experts, facts.num_ranks());
         let reach = Reach::new(geometry);
         let nodes = Nodes::new(&facts.node_of_rank);
-        // What drives GPUs can't pass tokens on yet: there, two levels are what is asked about and not what would run.
+        // Between GPUs `auto` means one level.
         let levels = facts.levels(deployment.cluster.device != Device::Gpu);
         let flows = traffic::flows(placement, &reach, (&nodes, levels));
         let tokens_at_once = num_tokens.min(capacity.max_tokens_at_once());

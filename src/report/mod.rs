@@ -39,6 +39,8 @@ pub struct RankReport {
     pub num_threads: usize,
     /// Checkpoint bytes it read.
     pub bytes_read: BytesReport,
+    /// Seconds that reading and packing its experts took; waits for other ranks left out.
+    pub load_experts_s: f64,
     /// Bytes of its packed weights.
     pub weight_bytes: u64,
     /// The most that its dispatch buffers were planned to take.
@@ -102,6 +104,10 @@ pub struct RankLayer {
     pub chunks: u64,
     /// Waits of its host for its device.
     pub device_waits: u64,
+    /// Steps after which they were recorded as a CUDA graph.
+    pub graph_captures: u64,
+    /// Steps that were replayed.
+    pub graph_replays: u64,
     /// Batches that each tactic computed, of a backend that has several.
     pub tactics: Vec<(String, u64)>,
     /// FC1's quantised input.
@@ -166,6 +172,8 @@ impl RankReport {
             rows_per_expert: stats.rows_per_expert.clone(),
             chunks: stats.num_chunks,
             device_waits: stats.num_device_waits,
+            graph_captures: stats.num_graph_captures,
+            graph_replays: stats.num_graph_replays,
             tactics: stats.tactic_calls.iter().map(|(name, calls)| ((*name).to_owned(), *calls)).collect(),
             fc1_input: stats.fc1_input.into(),
             fc2_input: stats.fc2_input.into(),
@@ -247,6 +255,8 @@ pub struct DecidedLayer {
     pub dense: Vec<String>,
     /// Why the winner.
     pub why: String,
+    /// Why its steps are not replayed as a CUDA graph; absent: they are.
+    pub no_cuda_graph: Option<String>,
 }
 
 /// A run, joined from all ranks.
@@ -288,6 +298,10 @@ pub struct LayerReport {
     pub rows_per_expert: Vec<u64>,
     /// Chunks of the dispatch.
     pub chunks: u64,
+    /// Recordings as a CUDA graph, of the rank that made most.
+    pub graph_captures: u64,
+    /// Steps that were replayed, of the rank that replayed fewest.
+    pub graph_replays: u64,
     /// FC1's quantised input.
     pub fc1_input: QuantReport,
     /// FC2's quantised input.
@@ -349,10 +363,15 @@ fn join_layer(decided: &DecidedLayer, ranks: &[RankReport]) -> LayerReport {
         quant: decided.quant.clone(),
         rows_per_expert: Vec::new(),
         chunks: 0,
+        graph_captures: 0,
+        graph_replays: 0,
         fc1_input: QuantReport::default(),
         fc2_input: QuantReport::default(),
     };
-    for share in ranks.iter().flat_map(|rank| &rank.layers).filter(|share| share.layer == decided.layer) {
+    let shares = || ranks.iter().flat_map(|rank| &rank.layers).filter(|share| share.layer == decided.layer);
+    joined.graph_replays = shares().map(|share| share.graph_replays).min().unwrap_or(0);
+    for share in shares() {
+        joined.graph_captures = joined.graph_captures.max(share.graph_captures);
         joined.rows_per_expert.extend(&share.rows_per_expert);
         joined.chunks = joined.chunks.max(share.chunks);
         joined.fc1_input += share.fc1_input;
@@ -429,11 +448,12 @@ pub(super) mod tests {
     pub(super) fn report_with(launched: &[&str], ran: &[&str], tactics: Vec<DecidedTactic>) -> RunReport {
         let quant = serde_json::json!({"num_blocks": 0, "num_saturated": 0, "num_zeroed": 0});
         let decided = serde_json::json!({
-            "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "weight_bytes": 0, "planned_bytes": 0,
+            "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "load_experts_s": 0.0, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
             "dispatch_bytes_sent": 0, "bytes_to": [0], "links": LinkBytes::default(), "step_collectives": 0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
+                "graph_captures": 0, "graph_replays": 0,
                 "fc1_input": quant, "fc2_input": quant, "slots": 1, "num_not_finite": 0, "num_steps_off": 0,
                 "tactics": ran.iter().map(|name| (name, 1)).collect::<Vec<_>>(),
             }],
@@ -454,6 +474,7 @@ pub(super) mod tests {
             dense: Vec::new(),
             identities: ["nvfp4", "none"].map(|quant| format!("lockstep.simd.grouped_gemm.{quant}")).to_vec(),
             why: "preferred by backend auto".to_owned(),
+            no_cuda_graph: Some("moe.cuda_graph: off".to_owned()),
         };
         let decided = Decided {
             deployment: "laptop".to_owned(),

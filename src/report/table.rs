@@ -5,6 +5,7 @@ use std::fmt;
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use super::{LinkBytes, RunReport};
+use crate::layer::NO_GRAPH_ASKED;
 use crate::layer::tune::TimedBy;
 
 impl fmt::Display for RunReport {
@@ -25,6 +26,7 @@ impl fmt::Display for RunReport {
             writeln!(f, "\n{}", tactics(self))?;
         }
         writeln!(f, "\n{}", phases(self))?;
+        graphs(self, f)?;
         writeln!(
             f,
             "\nsteps: {}, median {}, p99 {}\n",
@@ -37,6 +39,27 @@ impl fmt::Display for RunReport {
         }
         Ok(())
     }
+}
+
+/// How steps ran whose layers are recorded as CUDA graphs; and where that was not taken for granted, why others are not.
+fn graphs(report: &RunReport, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for (decided, layer) in report.decided.layers.iter().zip(&report.layers) {
+        match &decided.no_cuda_graph {
+            None => {
+                let (replays, captures, of) = (layer.graph_replays, layer.graph_captures, report.steps.count);
+                writeln!(
+                    f,
+                    "layer {}: {replays} of {of} steps replayed as a CUDA graph, {captures} recorded",
+                    layer.layer
+                )?;
+            }
+            Some(why) if why != NO_GRAPH_ASKED => {
+                writeln!(f, "layer {}: no CUDA graph: {why}", layer.layer)?;
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
 }
 
 fn layers(report: &RunReport) -> Table {
@@ -81,6 +104,7 @@ fn ranks(report: &RunReport) -> Table {
         "host",
         "tokens",
         "experts read",
+        "GB/s",
         "replicated",
         "weights",
         "buffers ≤",
@@ -95,6 +119,7 @@ fn ranks(report: &RunReport) -> Table {
             rank.host.clone(),
             rank.num_tokens.to_string(),
             bytes(rank.bytes_read.experts),
+            rate(rank.bytes_read.experts, rank.load_experts_s),
             bytes(rank.bytes_read.replicated),
             bytes(rank.weight_bytes),
             bytes(rank.planned_bytes),
@@ -104,8 +129,13 @@ fn ranks(report: &RunReport) -> Table {
             bytes(rank.dispatch_bytes_sent),
         ]);
     }
-    align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    align_right(&mut table, &[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
     table
+}
+
+/// GB/s, of 10^9 bytes.
+fn rate(num_bytes: u64, seconds: f64) -> String {
+    if seconds > 0.0 { format!("{:.2}", num_bytes as f64 / seconds / 1e9) } else { "-".to_owned() }
 }
 
 /// What all ranks sent, by kind of link.

@@ -15,7 +15,7 @@ use super::ranks::RankSet;
 use super::refusal::{Assumption, Reason, Refusal};
 use super::registry::{Registry, TransportDescriptor};
 use super::request::Request;
-use crate::config::{Choice, Transport};
+use crate::config::{Choice, Levels, Transport};
 
 /// What asking an implementation about a layer has shown.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -191,6 +191,14 @@ impl Inquiry<'_> {
             let num_nodes = self.deployment.num_nodes();
             if let Some(max) = transport.max_num_nodes.filter(|max| num_nodes > *max as usize) {
                 let answer = Answer::Refuses(format!("connects at most {max} hosts; the world has {num_nodes}"));
+                theirs.add(Reason::Topology, answer, &self.joint.ranks);
+            }
+            if !transport.forwards && self.deployment.levels == Levels::Two {
+                let answer = Answer::Refuses(
+                    "stores tokens straight where they are read; dispatch.levels is two: set it to auto or one, or \
+                     dispatch.transport to auto"
+                        .to_owned(),
+                );
                 theirs.add(Reason::Topology, answer, &self.joint.ranks);
             }
             for (environment, ranks) in &self.joint.classes {

@@ -202,13 +202,13 @@ impl DeploymentFacts {
     }
 
     /// Whether the tokens of a layer cross to a node once and are passed on in it, where what runs it can do so. `auto` does
-    /// where that crosses less: there are other nodes, and one of them holds several ranks.
+    /// if that does so `unasked` and where it crosses less: there are other nodes, and one of them holds several ranks.
     #[must_use]
-    pub fn levels(&self, can_forward: bool) -> Levels {
+    pub fn levels(&self, unasked: bool) -> Levels {
         let num_nodes = self.num_nodes();
         let crosses_less = num_nodes > 1 && num_nodes < self.num_ranks();
         match self.levels {
-            Levels::Auto if can_forward && crosses_less => Levels::Two,
+            Levels::Auto if unasked && crosses_less => Levels::Two,
             Levels::Auto => Levels::One,
             named => named,
         }

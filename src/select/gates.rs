@@ -153,9 +153,17 @@ fn topology(question: &Question<'_>) -> Answer {
 }
 
 fn levels(question: &Question<'_>) -> Answer {
-    let is_asked = question.group.members != Members::Shared && question.deployment.levels == Levels::Two;
-    refuse_unless(question.descriptor.forwards || !is_asked, || {
-        "sends tokens straight to their ranks; dispatch.levels is two: set it to auto or one".to_owned()
+    let Question { descriptor, group, deployment, .. } = question;
+    if group.members == Members::Shared || deployment.levels != Levels::Two {
+        return Serves;
+    }
+    let cure = "dispatch.levels is two: set it to auto or one";
+    let Some(limits) = descriptor.forwards else {
+        return Refuses(format!("sends tokens straight to their ranks; {cure}"));
+    };
+    let num_ranks = deployment.num_ranks();
+    refuse_unless(limits.contains(num_ranks), || {
+        format!("passes tokens on among {limits} ranks; the world has {num_ranks}, and {cure}")
     })
 }
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::support::checkpoint::expert_of;
 use crate::support::launch::alone;
+use crate::support::made::{Choice, S};
 use crate::support::report::Report;
 use crate::support::run::{Run, Work, files_in};
 use crate::support::safetensors;
@@ -96,6 +97,26 @@ fn sixty_megabytes_a_rank() {
     let total: u64 = held.expert_bytes.iter().sum();
     assert!(total > 110_000_000, "{total} bytes of experts");
     assert_loads_lean(&run(&work, &dir, &held, 2), &held, &base);
+}
+
+/// Experts are read by several threads at once; of those with a bad scale the lowest is told, and no other.
+#[test]
+fn the_lowest_of_many_bad_experts_is_told() {
+    let work = Work::new();
+    let s = S::new(24, 128, 128);
+    let mut checkpoint = s.checkpoint();
+    for bad in [5, 6, 7, 9, 20] {
+        checkpoint.set_scalar(bad, "down_proj", "input_scale", f32::NAN);
+    }
+    let checkpoint = work.checkpoint(&checkpoint);
+    let run = Run::new(&work, &checkpoint, &s.tokens(3, 1.0)).choice(&Choice::single(0..3)).without("activations");
+    for threads in ["1", "4", "8", "8", "8"] {
+        let outcome = run.clone().env("LOCKSTEP_THREADS", threads).fails(&["experts.5.down_proj.input_scale"]);
+        for other in [6, 7, 9, 20] {
+            let name = format!("experts.{other}.");
+            assert!(!outcome.stderr.contains(&name), "{threads} threads: {}", outcome.printed());
+        }
+    }
 }
 
 #[test]

@@ -355,14 +355,15 @@ fn g5_a_rank_drifts_in_either_hop() {
     }
 }
 
-/// What can't pass tokens on refuses to.
+/// What stores tokens straight where they are read can't pass them on, and refuses to.
 #[test]
-fn two_levels_between_gpus_are_refused() {
+fn two_levels_over_nvlink_are_refused() {
     let work = Work::new();
     let s = S::new(4, 128, 128);
-    let run = in_two(&s_run(&work, s, 4), (2, 1)).key("cluster", "device", "auto").backend("mma_sync");
-    let (outcome, output) = run.choice(&Choice::single(0..4)).attempt();
-    assert!(output.is_none() && outcome.stderr.contains("dispatch.levels is two: set it to auto or one"));
+    let run = in_two(&s_run(&work, s, 4), (2, 2)).key("cluster", "device", "auto").backend("mma_sync");
+    let (outcome, output) = run.key("dispatch", "transport", "nvlink").choice(&Choice::single(0..4)).attempt();
+    let said = "for transport nvlink: stores tokens straight where they are read; dispatch.levels is two: set it to auto or one";
+    assert!(output.is_none() && outcome.stderr.contains(said), "{}", outcome.printed());
 }
 
 /// Checked once: what the report says of a rank's links adds up to what it says of its ranks.

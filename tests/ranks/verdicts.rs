@@ -8,7 +8,7 @@ use crate::fixtures::{figure, verdict, verify};
 use crate::inspect::inspect;
 use crate::support::fixtures::{self, Layer};
 use crate::support::launch::{FAILURE_LIMIT, Job, alone, mpirun};
-use crate::support::run::{Work, files_in};
+use crate::support::run::{Run, Work, files_in};
 use crate::support::safetensors;
 use crate::support::tensor::Tensor;
 
@@ -150,4 +150,19 @@ fn samples_run_and_verify() {
             .expect_code(0);
         assert_eq!(verdict(&outcome.stdout)["pass"], true, "{geometry}: {}", outcome.printed());
     }
+}
+
+/// On hosts no layer is recorded: that is refused where it was asked for, and otherwise said.
+#[test]
+fn cuda_graphs_are_refused_on_hosts_and_auto_says_why_there_are_none() {
+    let work = Work::new();
+    let input = crate::bits::tokens(&fixtures::named("k3-tiny"));
+    let run = Run::new(&work, &fixtures::checkpoint("k3-tiny"), &input).without("activation").ranks(2);
+    let asked = |word: &str| run.clone().key("moe", "cuda_graph", word);
+    asked("on").fails_with(2, &["moe.cuda_graph: on", "can't be recorded: it runs on hosts", "cluster.device: gpu"]);
+    let done = asked("auto").succeed();
+    let why = done.report.at("/decided/layers/0/no_cuda_graph").as_str().expect("a reason");
+    assert!(why.contains("it runs on hosts"), "{why}");
+    assert!(done.outcome.stdout.contains("no CUDA graph: it runs on hosts"), "{}", done.outcome.printed());
+    assert!(!asked("off").succeed().outcome.stdout.contains("CUDA graph"));
 }

@@ -20,7 +20,7 @@ const ORDER: &[&[&str]] = &[
     &["world", "checkpoint", "env", "cuda"],
     &["nccl", "jit"],
     &["gpu"],
-    &["dispatch::nvlink"],
+    &["dispatch::nvlink", "dispatch::passing"],
     &["dispatch::carrier"],
     &["dispatch::transport", "dispatch::device", "dispatch::nccl", "dispatch::staged"],
     &["backend"],

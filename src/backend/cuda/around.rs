@@ -8,14 +8,14 @@ mod buffers;
 use std::sync::Arc;
 
 use super::super::BackendError;
-use super::dense::{Dense, DenseRows, DenseTools, Sums};
+use super::dense::{Dense, DenseRows, DenseTools, RowCount, Sums};
 use super::topk::{Selector, TopkBuffers};
 use crate::checkpoint::tensors::{LatentTensors, RouterTensors};
 use crate::cuda::DeviceBuffer;
 use crate::gpu::grow;
 use crate::numerics::nvfp4::BLOCK;
 use crate::routing::RoutingMethod;
-pub use buffers::AroundBuffers;
+pub use buffers::{AroundBuffers, Extent};
 
 /// Shapes and methods.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -102,14 +102,15 @@ impl Around {
     pub fn route(&self, buffers: &mut AroundBuffers) -> Result<(), BackendError> {
         let AroundSpec { num_experts, num_topk, .. } = self.spec;
         let rows = buffers.rows();
-        let AroundBuffers { num_tokens, logits, ids, weights, .. } = buffers;
-        grow(logits, *num_tokens * num_experts)?;
-        grow(ids, *num_tokens * num_topk)?;
-        grow(weights, *num_tokens * num_topk)?;
+        let AroundBuffers { extent: Extent { room, .. }, logits, ids, weights, .. } = buffers;
+        grow(logits, *room * num_experts)?;
+        grow(ids, *room * num_topk)?;
+        grow(weights, *room * num_topk)?;
         // SAFETY: `upload` has put the rows there, and there is room for every token's logits.
         unsafe { self.gate.queue(rows, logits.address())? };
         let of_tokens = TopkBuffers { logits, bias: self.bias.as_ref(), ids, weights };
-        self.selector.queue(self.tools.gpu().stream(), of_tokens, *num_tokens)?;
+        let RowCount { most, live } = rows.count;
+        self.selector.queue(self.tools.gpu().stream(), of_tokens, (most, live))?;
         buffers.num_topk = num_topk;
         Ok(())
     }
@@ -121,7 +122,7 @@ impl Around {
     pub fn values(&self, buffers: &mut AroundBuffers) -> Result<(), BackendError> {
         let Some(latent) = &self.latent else { return self.widen(buffers) };
         let rows = buffers.first_part();
-        grow(&mut buffers.latent, rows.num_rows * latent.width)?;
+        grow(&mut buffers.latent, buffers.extent.room * latent.width)?;
         // SAFETY: `upload` has put the rows there, and there is room for every token's latent.
         unsafe { latent.down.queue(rows, buffers.latent.address()) }
     }
@@ -147,16 +148,16 @@ impl Around {
         out: &mut DeviceBuffer<f32>,
     ) -> Result<bool, BackendError> {
         let Some(latent) = &self.latent else { return Ok(false) };
-        let num_rows = buffers.num_tokens;
-        assert!(routed.len() >= num_rows * latent.width, "a routed sum for every token");
-        grow(&mut buffers.normed, num_rows * latent.width)?;
-        grow(out, num_rows * self.spec.hidden)?;
-        let rows = DenseRows { address: buffers.normed.address(), num_parts: 1, num_rows };
+        let (count, room) = (buffers.count(), buffers.extent.room);
+        assert!(routed.len() >= room * latent.width, "a routed sum for every token");
+        grow(&mut buffers.normed, room * latent.width)?;
+        grow(out, room * self.spec.hidden)?;
+        let rows = DenseRows { address: buffers.normed.address(), num_parts: 1, count };
         let input = routed.address();
         match &latent.norm {
             Some((weight, epsilon)) => {
                 // SAFETY: both have room for every token's latent; freeing the caller's buffer waits for the work.
-                unsafe { self.tools.norm((input, rows.address, num_rows), (weight, *epsilon))? };
+                unsafe { self.tools.norm((input, rows.address), count, (weight, *epsilon))? };
             }
             // SAFETY: as above.
             None => unsafe { self.tools.split(input, rows, latent.width)? },
@@ -176,27 +177,43 @@ impl Around {
         buffers: &'a mut AroundBuffers,
         input_scale: Option<f32>,
     ) -> Result<(&'a DeviceBuffer<u16>, &'a DeviceBuffer<u32>), BackendError> {
-        let num_values = self.num_values(buffers);
+        let hidden = self.spec.hidden;
         buffers.number_rows(&self.tools)?;
         let Some(input_scale) = input_scale else { return Ok((&buffers.hidden, &buffers.row_token)) };
         self.widen(buffers)?;
-        grow(&mut buffers.quantised, num_values)?;
-        let values = (buffers.plain.address(), buffers.quantised.address(), num_values);
+        grow(&mut buffers.quantised, buffers.extent.room * hidden)?;
+        let (values, rows) = ((buffers.plain.address(), buffers.quantised.address()), (buffers.count(), hidden));
         // SAFETY: both have room for every token, and there are two counts.
-        unsafe { self.tools.quantise(values, input_scale, &buffers.counts)? };
+        unsafe { self.tools.quantise(values, rows, (input_scale, &buffers.counts))? };
         Ok((&buffers.quantised, &buffers.row_token))
     }
 
-    /// Values of a step's hidden states.
+    /// Where the shared experts' rows start and end, u32 `[2]`: those of the tokens that there are.
     #[must_use]
-    pub fn num_values(&self, buffers: &AroundBuffers) -> usize {
-        buffers.num_tokens * self.spec.hidden
+    pub fn shared_offsets<'a>(&self, buffers: &'a AroundBuffers) -> &'a DeviceBuffer<u32> {
+        &buffers.shared_offsets
     }
 
-    /// Blocks of NVFP4 that they are.
+    /// What [`Self::shared_tokens`] has made, once more.
+    #[must_use]
+    pub fn made_shared_tokens<'a>(
+        &self,
+        buffers: &'a AroundBuffers,
+        is_quantised: bool,
+    ) -> (&'a DeviceBuffer<u16>, &'a DeviceBuffer<u32>) {
+        (if is_quantised { &buffers.quantised } else { &buffers.hidden }, &buffers.row_token)
+    }
+
+    /// Values of as many tokens as there is room for.
+    #[must_use]
+    pub fn num_room_values(&self, buffers: &AroundBuffers) -> usize {
+        buffers.extent.room * self.spec.hidden
+    }
+
+    /// Blocks of NVFP4 that a step's hidden states are.
     #[must_use]
     pub fn num_blocks(&self, buffers: &AroundBuffers) -> u64 {
-        (self.num_values(buffers) / BLOCK) as u64
+        (buffers.num_tokens * self.spec.hidden / BLOCK) as u64
     }
 
     /// Queues `out += other`, for every token's `hidden` values.
@@ -212,19 +229,20 @@ impl Around {
         out: &mut DeviceBuffer<f32>,
         other: &DeviceBuffer<f32>,
     ) -> Result<(), BackendError> {
-        let num_values = self.num_values(buffers);
-        assert!(out.len().min(other.len()) >= num_values, "a row for every token");
+        let hidden = self.spec.hidden;
+        assert!(out.len().min(other.len()) >= buffers.extent.room * hidden, "a row for every token");
         // SAFETY: both have as many values, and outlive the work: freeing a buffer waits for it.
-        unsafe { self.tools.add((out.address(), other.address()), num_values) }
+        unsafe { self.tools.add((out.address(), other.address()), (buffers.count(), hidden)) }
     }
 
     /// Makes f32 hidden states of bf16 ones, unless they are there.
     fn widen(&self, buffers: &mut AroundBuffers) -> Result<(), BackendError> {
         if !buffers.has_plain {
-            let num_values = self.num_values(buffers);
-            grow(&mut buffers.plain, num_values)?;
+            let hidden = self.spec.hidden;
+            grow(&mut buffers.plain, buffers.extent.room * hidden)?;
+            let values = (buffers.hidden.address(), buffers.plain.address());
             // SAFETY: both have room for every token.
-            unsafe { self.tools.widen((buffers.hidden.address(), buffers.plain.address()), num_values)? };
+            unsafe { self.tools.widen(values, (buffers.count(), hidden))? };
             buffers.has_plain = true;
         }
         Ok(())

@@ -7,6 +7,8 @@
 
 use std::sync::Arc;
 
+use rayon::prelude::*;
+
 use super::super::BackendError;
 use super::pack::PackError;
 use crate::checkpoint::tensors::{Projection, ProjectionData};
@@ -40,15 +42,24 @@ pub(super) enum Sums {
     Fast,
 }
 
-/// bf16 rows on the device: `[num_parts, num_rows, width]`, whose parts add up to the rows.
+/// How many rows there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RowCount {
+    /// So many; where the device counts them, the most that there may be.
+    pub most: usize,
+    /// Address of the device's count, a u32; 0: the host knows.
+    pub live: u64,
+}
+
+/// bf16 rows on the device: `[num_parts, count.most, width]`, whose parts add up to the rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DenseRows {
     /// Where they are.
     pub address: u64,
     /// 1, or 3 where they hold all bits of f32 values.
     pub num_parts: usize,
-    /// Rows of a part.
-    pub num_rows: usize,
+    /// Rows of a part. A library multiplies the most that there may be: what lies behind those that there are is of no use.
+    pub count: RowCount,
 }
 
 /// What all dense projections of a session use, in the order of its GPU's stream.
@@ -105,6 +116,12 @@ impl DenseTools {
         self.blas.is_some()
     }
 
+    /// cublasLt's algorithm for bf16 weights of a shape; none where there is no library, or it has none that fits.
+    pub(super) fn matmul(&self, out_features: usize, in_features: usize) -> Result<Option<Matmul>, BackendError> {
+        let Some((blas, num_rows)) = &self.blas else { return Ok(None) };
+        Ok(blas.matmul(MatmulShape { out_features, in_features, num_rows: *num_rows })?)
+    }
+
     /// The GPU that it works on.
     #[must_use]
     pub fn gpu(&self) -> &Gpu {
@@ -131,53 +148,50 @@ impl DenseTools {
     /// # Safety
     /// `input` is the address of so many values, `rows` that of room for all parts, until the stream has come so far.
     pub(super) unsafe fn split(&self, input: u64, rows: DenseRows, width: usize) -> Result<(), BackendError> {
-        let DenseRows { address, num_parts, num_rows } = rows;
+        let DenseRows { address, num_parts, count } = rows;
         let args = DenseArgs {
             input,
             out: address,
-            num_rows: num_rows as u64,
+            live_rows: count.live,
+            num_rows: count.most as u64,
             width: narrow(width),
             num_parts: narrow(num_parts),
             ..DenseArgs::default()
         };
-        let shape = self.shape(num_rows * width);
+        let shape = self.shape(count.most * width);
         // SAFETY: the caller answers for both addresses.
         unsafe { self.kernels.split_parts.launch(self.stream(), &shape, &args)? };
         Ok(())
     }
 
-    /// bf16 values to f32.
+    /// bf16 rows of `width` values to f32.
     ///
     /// # Safety
     /// `input` and `out` are the addresses of so many values, until the stream has come so far.
-    pub(super) unsafe fn widen(&self, (input, out): (u64, u64), num_values: usize) -> Result<(), BackendError> {
-        let args = DenseArgs { input, out, num_rows: num_values as u64, width: 1, ..DenseArgs::default() };
+    pub(super) unsafe fn widen(
+        &self,
+        (input, out): (u64, u64),
+        (count, width): (RowCount, usize),
+    ) -> Result<(), BackendError> {
+        let args = DenseArgs { input, out, ..rows_of(count, width) };
         // SAFETY: the caller answers for both addresses.
-        unsafe { self.kernels.widen_rows.launch(self.stream(), &self.shape(num_values), &args)? };
+        unsafe { self.kernels.widen_rows.launch(self.stream(), &self.shape(count.most * width), &args)? };
         Ok(())
     }
 
-    /// f32 values, blocks of 16, through NVFP4 with a global scale: `e2m1 * e4m3`. Adds to `counts` `[2]`, the block scales
+    /// f32 rows of `width` values, blocks of 16, through NVFP4 with a global scale: `e2m1 * e4m3`. Adds to `counts` `[2]`, the block scales
     /// that saturated and that became 0.
     ///
     /// # Safety
     /// `input` and `out` are the addresses of so many f32 and bf16 values, until the stream has come so far.
     pub(super) unsafe fn quantise(
         &self,
-        (input, out, num_values): (u64, u64, usize),
-        input_scale: f32,
-        counts: &DeviceBuffer<u64>,
+        (input, out): (u64, u64),
+        (count, width): (RowCount, usize),
+        (input_scale, counts): (f32, &DeviceBuffer<u64>),
     ) -> Result<(), BackendError> {
-        let num_blocks = num_values / BLOCK;
-        let args = DenseArgs {
-            input,
-            other: counts.address(),
-            out,
-            num_rows: num_blocks as u64,
-            width: narrow(BLOCK),
-            constant: input_scale,
-            ..DenseArgs::default()
-        };
+        let num_blocks = count.most * (width / BLOCK);
+        let args = DenseArgs { input, other: counts.address(), out, constant: input_scale, ..rows_of(count, width) };
         // SAFETY: the caller answers for both addresses, and there are two counts.
         unsafe { self.kernels.quantise_rows.launch(self.stream(), &self.shape(num_blocks), &args)? };
         Ok(())
@@ -189,33 +203,30 @@ impl DenseTools {
     /// `input` and `out` are the addresses of so many f32 and bf16 values, until the stream has come so far.
     pub(super) unsafe fn norm(
         &self,
-        (input, out, num_rows): (u64, u64, usize),
+        (input, out): (u64, u64),
+        count: RowCount,
         (weight, epsilon): (&DeviceBuffer<f32>, f32),
     ) -> Result<(), BackendError> {
-        let args = DenseArgs {
-            input,
-            other: weight.address(),
-            out,
-            num_rows: num_rows as u64,
-            width: narrow(weight.len()),
-            constant: epsilon,
-            ..DenseArgs::default()
-        };
-        let num_blocks = u32::try_from(num_rows).unwrap_or(u32::MAX).min(self.most_blocks());
+        let args = DenseArgs { input, other: weight.address(), out, constant: epsilon, ..rows_of(count, weight.len()) };
+        let num_blocks = u32::try_from(count.most).unwrap_or(u32::MAX).min(self.most_blocks());
         let shape = LaunchShape::rows(num_blocks, DenseKernels::NUM_THREADS);
         // SAFETY: the caller answers for both addresses; the weight is as wide as a row.
         unsafe { self.kernels.rms_norm.launch(self.stream(), &shape, &args)? };
         Ok(())
     }
 
-    /// `out += other` of `num_values` f32.
+    /// `out += other` of f32 rows of `width` values.
     ///
     /// # Safety
     /// Both are the addresses of so many values, until the stream has come so far.
-    pub(super) unsafe fn add(&self, (out, other): (u64, u64), num_values: usize) -> Result<(), BackendError> {
-        let args = DenseArgs { other, out, num_rows: num_values as u64, width: 1, ..DenseArgs::default() };
+    pub(super) unsafe fn add(
+        &self,
+        (out, other): (u64, u64),
+        (count, width): (RowCount, usize),
+    ) -> Result<(), BackendError> {
+        let args = DenseArgs { other, out, ..rows_of(count, width) };
         // SAFETY: the caller answers for both addresses.
-        unsafe { self.kernels.add_rows.launch(self.stream(), &self.shape(num_values), &args)? };
+        unsafe { self.kernels.add_rows.launch(self.stream(), &self.shape(count.most * width), &args)? };
         Ok(())
     }
 }
@@ -234,6 +245,17 @@ pub(super) struct Dense {
 
 impl Dense {
     pub(super) fn new(tools: &Arc<DenseTools>, weight: &Projection, sums: Sums) -> Result<Self, BackendError> {
+        let is_fast = sums == Sums::Fast && matches!(weight.data, ProjectionData::Bf16(_));
+        let matmul = if is_fast { tools.matmul(weight.out_features, weight.in_features)? } else { None };
+        Self::computed_with(tools, weight, matmul)
+    }
+
+    /// The same with cublasLt's algorithm for the weight, from [`DenseTools::matmul`]; none: by our kernel.
+    pub(super) fn computed_with(
+        tools: &Arc<DenseTools>,
+        weight: &Projection,
+        matmul: Option<Matmul>,
+    ) -> Result<Self, BackendError> {
         let Projection { out_features, in_features, .. } = *weight;
         for (width, found) in [("out_features", out_features), ("in_features", in_features)] {
             let is_multiple = width == "out_features" || found.is_multiple_of(BLOCK);
@@ -241,24 +263,43 @@ impl Dense {
                 return Err(BackendError::Width { width, found });
             }
         }
-        let parts = bf16_parts(weight)?;
-        let shape = |num_rows| MatmulShape { out_features, in_features, num_rows };
-        let matmul = match &tools.blas {
-            Some((blas, num_rows)) if parts.len() == 1 && sums == Sums::Fast => blas.matmul(shape(*num_rows))?,
-            _ => None,
+        let (data, size) = match &weight.data {
+            ProjectionData::Bf16(data) => (data, 2),
+            ProjectionData::F32(data) => (data, 4),
+            ProjectionData::Nvfp4 { .. } => {
+                return Err(BackendError::Pack { projection: "linear", source: PackError::Dense });
+            }
         };
-        let weight = DeviceBuffer::from_slice(tools.stream(), &parts.concat())?;
-        Ok(Self { tools: tools.clone(), out_features, in_features, weight, num_parts: parts.len(), matmul })
+        let (found, wanted) = (data.len(), out_features * in_features * size);
+        if found != wanted {
+            return Err(BackendError::Bytes { projection: "linear", found, wanted });
+        }
+        let shape = (out_features, in_features);
+        if size == 2 {
+            return Self::of_rows(tools, shape, &[data], matmul);
+        }
+        let parts = bf16_parts(data);
+        let rows = parts.each_ref().map(|part| bytemuck::cast_slice(part));
+        Self::of_rows(tools, shape, &rows, matmul)
+    }
+
+    /// Of a weight's bf16 rows, which lie in several places one behind the other: once, or three times where they are parts.
+    pub(super) fn of_rows(
+        tools: &Arc<DenseTools>,
+        (out_features, in_features): (usize, usize),
+        rows: &[&[u8]],
+        matmul: Option<Matmul>,
+    ) -> Result<Self, BackendError> {
+        let num_values = rows.iter().map(|rows| rows.len()).sum::<usize>() / 2;
+        let mut weight = DeviceBuffer::uninitialised(tools.gpu.device(), num_values)?;
+        tools.gpu.feed().upload(&mut weight, rows)?;
+        let num_parts = num_values / (out_features * in_features);
+        Ok(Self { tools: tools.clone(), out_features, in_features, weight, num_parts, matmul })
     }
 
     /// Bytes of the weight.
     pub(super) fn weight_bytes(&self) -> u64 {
         self.weight.num_bytes() as u64
-    }
-
-    /// Whether cublasLt computes it.
-    pub(super) fn is_by_library(&self) -> bool {
-        self.matmul.is_some()
     }
 
     /// What computes it, for the report and for what ranks compare: a library and its algorithm, or whose kernel.
@@ -274,7 +315,7 @@ impl Dense {
     /// # Safety
     /// `x` is as wide as the weight, `out` the address of room for all rows, until the stream has come so far.
     pub(super) unsafe fn queue(&self, x: DenseRows, out: u64) -> Result<(), BackendError> {
-        let DenseRows { address, num_parts, num_rows } = x;
+        let DenseRows { address, num_parts, count: RowCount { most: num_rows, live } } = x;
         let stream = self.tools.stream();
         if let Some(matmul) = self.matmul.as_ref().filter(|_| num_parts == 1) {
             // SAFETY: the caller answers for both addresses, which are those of rows of whole blocks of 16.
@@ -286,6 +327,7 @@ impl Dense {
             weights: self.weight.address(),
             x: address,
             out,
+            live_rows: live,
             num_rows: num_rows as u64,
             num_features: narrow(self.out_features),
             width: narrow(self.in_features),
@@ -304,30 +346,20 @@ impl Dense {
     }
 }
 
+/// The arguments that say which rows a kernel takes.
+fn rows_of(count: RowCount, width: usize) -> DenseArgs {
+    DenseArgs { live_rows: count.live, num_rows: count.most as u64, width: narrow(width), ..DenseArgs::default() }
+}
+
 /// A width or a number of parts, which loading has seen to be small.
 fn narrow(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
-/// A weight's bf16 parts, the largest first.
-fn bf16_parts(weight: &Projection) -> Result<Vec<Vec<u16>>, BackendError> {
-    let (data, size) = match &weight.data {
-        ProjectionData::Bf16(data) => (data, 2),
-        ProjectionData::F32(data) => (data, 4),
-        ProjectionData::Nvfp4 { .. } => {
-            return Err(BackendError::Pack { projection: "linear", source: PackError::Dense });
-        }
-    };
-    let (found, wanted) = (data.len(), weight.out_features * weight.in_features * size);
-    if found != wanted {
-        return Err(BackendError::Bytes { projection: "linear", found, wanted });
-    }
-    if size == 2 {
-        return Ok(vec![data.chunks_exact(2).map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]])).collect()]);
-    }
-    let values = data.chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
-    let values: Vec<[u16; 3]> = values.map(split).collect();
-    Ok((0..3).map(|part| values.iter().map(|value| value[part]).collect()).collect())
+/// The bf16 parts of f32 values, the largest first.
+fn bf16_parts(values: &[u8]) -> [Vec<u16>; 3] {
+    let parts: Vec<[u16; 3]> = values.as_chunks().0.par_iter().map(|bytes| split(f32::from_le_bytes(*bytes))).collect();
+    std::array::from_fn(|part| parts.par_iter().map(|parts| parts[part]).collect())
 }
 
 /// The bits of a value cut off to bf16.

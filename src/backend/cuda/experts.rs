@@ -1,5 +1,7 @@
 //! A group of experts on the device: packed once, then FC1 with the activation and FC2 for every batch.
 
+mod live;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,13 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rayon::prelude::*;
 
 use super::evidence::{Counted, Evidence};
-use super::pack::{self, Format, PackError};
 use super::programs::Program;
 use super::workspace::{Device, Host, Workspace};
 use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
 use crate::backend::{
-    BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsBuilder, ExpertsSpec, ForwardStats,
+    BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsSpec, ForwardStats, LiveBatch, LiveBounds,
 };
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
@@ -28,65 +29,46 @@ use crate::select::Identity;
 /// Rows that are computed at a time, which bounds the device's buffers.
 const MAX_WAVE_ROWS: usize = 1 << 15;
 
-struct PackedExpert {
-    fc1: DeviceBuffer<u8>,
-    fc2: DeviceBuffer<u8>,
-    entry: ExpertEntry,
-    weights: Weights,
-    identity: Identity,
+/// An expert on the device.
+pub(super) struct PackedExpert {
+    /// With the addresses of its images.
+    pub entry: ExpertEntry,
+    pub weights: Weights,
+    pub identity: Identity,
+    /// Of its images.
+    pub num_bytes: usize,
 }
 
-/// Packs experts as they come.
-pub(super) struct Builder {
+/// Experts that are packed, whose images lie in `blocks`, with the kernels for them.
+pub(super) fn group(
     shared: Arc<Shared>,
     spec: ExpertsSpec,
     experts: Vec<PackedExpert>,
-}
-
-impl Builder {
-    pub(super) fn new(shared: Arc<Shared>, spec: ExpertsSpec, num_local_experts: usize) -> Self {
-        Self { shared, spec, experts: Vec::with_capacity(num_local_experts) }
-    }
-}
-
-impl ExpertsBuilder for Builder {
-    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError> {
-        checks::expert(&self.spec, expert)?;
-        let packed = |projection| move |source: PackError| BackendError::Pack { projection, source };
-        let fc1 = pack::pack_fc1(&expert.gate, &expert.up).map_err(packed("gate with up"))?;
-        let fc2 = pack::pack_fc2(&expert.down).map_err(packed("down"))?;
-        if fc1.format != fc2.format {
-            return Err(BackendError::MixedExpert);
+    blocks: Vec<DeviceBuffer<u8>>,
+) -> Result<Box<dyn Experts>, BackendError> {
+    let family = family(shared.technique).unwrap_or_else(|| unreachable!("{} has no schedules", shared.technique));
+    let chooser = Chooser { family, batch_invariant: spec.batch_invariant };
+    let mut programs: Vec<Compiled> = Vec::new();
+    for weights in [Weights::Nvfp4, Weights::Bf16] {
+        // Experts of one format have one identity.
+        let Some(expert) = experts.iter().find(|expert| expert.weights == weights) else { continue };
+        let gemm = gemm(&spec, weights)?;
+        for schedule in chooser.all(&gemm) {
+            let program = shared.programs.schedule(schedule, &gemm)?;
+            programs.push(Compiled { weights, schedule, identity: expert.identity, program });
         }
-        let weights = match fc1.format {
-            Format::Nvfp4 => Weights::Nvfp4,
-            Format::Bf16 => Weights::Bf16,
-        };
-        let stream = self.shared.stream();
-        let (fc1, fc2) = (DeviceBuffer::from_slice(stream, &fc1.bytes)?, DeviceBuffer::from_slice(stream, &fc2.bytes)?);
-        let entry = ExpertEntry { fc1: fc1.address(), fc2: fc2.address(), ..entry(expert) };
-        let identity = checks::identity(self.shared.technique, &self.spec, expert);
-        self.experts.push(PackedExpert { fc1, fc2, entry, weights, identity });
-        Ok(())
     }
-
-    fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
-        let Self { shared, spec, experts } = *self;
-        let family = family(shared.technique).unwrap_or_else(|| unreachable!("{} has no schedules", shared.technique));
-        let chooser = Chooser { family, batch_invariant: spec.batch_invariant };
-        let mut programs: Vec<Compiled> = Vec::new();
-        for weights in [Weights::Nvfp4, Weights::Bf16] {
-            // Experts of one format have one identity.
-            let Some(expert) = experts.iter().find(|expert| expert.weights == weights) else { continue };
-            let gemm = gemm(&spec, weights)?;
-            for schedule in chooser.all(&gemm) {
-                let program = shared.programs.schedule(schedule, &gemm)?;
-                programs.push(Compiled { weights, schedule, identity: expert.identity, program });
-            }
-        }
-        let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
-        Ok(Box::new(Group { shared, spec, experts, chooser, programs, evidence }))
-    }
+    let evidence = Mutex::new(Evidence::new(shared.stream(), programs.len())?);
+    Ok(Box::new(Group {
+        shared,
+        spec,
+        experts,
+        _blocks: blocks,
+        chooser,
+        programs,
+        evidence,
+        dealer: Mutex::new(None),
+    }))
 }
 
 /// The global scale of a weight and of its input.
@@ -121,9 +103,13 @@ struct Group {
     shared: Arc<Shared>,
     spec: ExpertsSpec,
     experts: Vec<PackedExpert>,
+    /// What their entries point into.
+    _blocks: Vec<DeviceBuffer<u8>>,
     chooser: Chooser,
     programs: Vec<Compiled>,
     evidence: Mutex<Evidence>,
+    /// Absent until the device alone knows a batch's rows.
+    dealer: Mutex<Option<live::Dealer>>,
 }
 
 /// The kernels of one schedule over weights of one format.
@@ -147,7 +133,7 @@ impl Experts for Group {
         checks::batch(&self.spec, self.experts.len(), batch, out);
         let shares = self.shares(batch.expert_offsets)?;
         let (gpu, stream) = (&self.shared.gpu, self.shared.stream());
-        let mut workspace = self.shared.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workspace = self.shared.lock();
         let Host { tokens, row_token, out: device_out } = &mut workspace.host;
         let bf16: Vec<u16> = batch.tokens.par_iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
         grow(tokens, bf16.len())?;
@@ -174,7 +160,7 @@ impl Experts for Group {
     }
 
     fn weight_bytes(&self) -> u64 {
-        self.experts.iter().map(|expert| (expert.fc1.num_bytes() + expert.fc2.num_bytes()) as u64).sum()
+        self.experts.iter().map(|expert| expert.num_bytes as u64).sum()
     }
 
     fn workspace_bytes(&self, num_rows: usize) -> u64 {
@@ -191,13 +177,22 @@ impl DeviceExperts for Group {
     fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
         checks::offsets(self.experts.len(), batch.expert_offsets);
         let shares = self.shares(batch.expert_offsets)?;
-        let mut workspace = self.shared.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workspace = self.shared.lock();
         workspace.device.upload_entries(&self.shared.gpu, &shares)?;
         for rows in waves(batch.num_rows()) {
             let to = out.address_of(rows.start * self.spec.hidden..rows.end * self.spec.hidden)?;
             self.wave(&mut workspace.device, batch, (rows, to), &shares)?;
         }
         Ok(())
+    }
+
+    fn queue_live(&self, batch: &LiveBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
+        self.queue_live_batch(batch, out.address_of(0..batch.bounds.max_rows * self.spec.hidden)?)
+    }
+
+    fn expect(&self, expert_offsets: &[usize], bounds: LiveBounds) -> Result<(), BackendError> {
+        checks::offsets(self.experts.len(), expert_offsets);
+        self.expect_rows(expert_offsets, bounds)
     }
 
     fn queue_evidence(&self) -> Result<(), BackendError> {
@@ -312,6 +307,7 @@ impl Group {
                 counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
                 given_out: workspace.given_out.address(),
+                num_rows: 0,
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
                 num_groups: u32::try_from(workspace.gathered.len()).unwrap_or(u32::MAX),

@@ -5,10 +5,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::around::AroundBuffers;
-use super::dense::{Dense, DenseRows, DenseTools, Sums};
+use super::dense::{Dense, DenseRows, DenseTools, RowCount};
 use super::evidence::Evidence;
 use crate::backend::{BackendError, ExpertsSpec, ForwardStats, checks};
-use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
+use crate::checkpoint::tensors::{ExpertTensors, ProjectionData};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape};
 use crate::gpu::grow;
 use crate::jit::kernels::{Gated, GatedArgs};
@@ -48,18 +48,18 @@ impl GatedDense {
         else {
             return Ok(None);
         };
-        if !tools.has_library() || spec.quantise_activations {
+        if spec.quantise_activations {
             return Ok(None);
         }
-        let fc1 = Projection {
-            out_features: 2 * spec.intermediate,
-            in_features: spec.hidden,
-            data: ProjectionData::Bf16(TensorBytes::Owned([&gate[..], up].concat().into())),
+        // Both are asked for before anything is uploaded: one alone is of no use.
+        let ExpertsSpec { hidden, intermediate, .. } = spec;
+        let (Some(first), Some(second)) =
+            (tools.matmul(2 * intermediate, hidden)?, tools.matmul(hidden, intermediate)?)
+        else {
+            return Ok(None);
         };
-        let (fc1, fc2) = (Dense::new(tools, &fc1, Sums::Fast)?, Dense::new(tools, down, Sums::Fast)?);
-        if !fc1.is_by_library() || !fc2.is_by_library() {
-            return Ok(None);
-        }
+        let fc1 = Dense::of_rows(tools, (2 * intermediate, hidden), &[gate, up], Some(first))?;
+        let fc2 = Dense::computed_with(tools, down, Some(second))?;
         let gpu = tools.gpu();
         let request = Gated { activation: spec.activation }.request(gpu.arch());
         let activate = gpu.function(request, Gated::FUNCTION, 0)?;
@@ -67,8 +67,7 @@ impl GatedDense {
         Ok(Some(Self { tools: tools.clone(), spec, fc1, fc2, activate, evidence }))
     }
 
-    /// Queues every token that was uploaded through the expert, into `out` f32 `[num_tokens, hidden]`, which grows, and the
-    /// way of what was counted to the host.
+    /// Queues every token that was uploaded through the expert, into `out` f32 `[num_tokens, hidden]`, which grows.
     ///
     /// # Errors
     /// If there is no room, or a launch is refused.
@@ -76,12 +75,13 @@ impl GatedDense {
         let ExpertsSpec { hidden, intermediate, .. } = self.spec;
         let stream = self.tools.gpu().stream();
         let rows = buffers.first_part();
-        let DenseRows { num_rows, .. } = rows;
+        let RowCount { most: num_rows, live } = rows.count;
+        let room = buffers.extent().room;
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
         if num_rows > 0 {
-            grow(out, num_rows * hidden)?;
-            grow(&mut buffers.products, 2 * num_rows * intermediate)?;
-            grow(&mut buffers.inner, num_rows * intermediate)?;
+            grow(out, room * hidden)?;
+            grow(&mut buffers.products, 2 * room * intermediate)?;
+            grow(&mut buffers.inner, room * intermediate)?;
             let (products, inner) = (buffers.products.address(), buffers.inner.address());
             // SAFETY: the rows were uploaded, as wide as the weight, and there is room for both products of every row.
             unsafe { self.fc1.queue(rows, products)? };
@@ -89,6 +89,7 @@ impl GatedDense {
                 products,
                 inner,
                 counts: evidence.counters(0)?,
+                live_rows: live,
                 num_rows: num_rows as u64,
                 width: u32::try_from(intermediate).unwrap_or(u32::MAX),
                 unused: 0,
@@ -99,15 +100,32 @@ impl GatedDense {
             let num_blocks = u32::try_from(num_blocks).unwrap_or(most).min(most);
             // SAFETY: both buffers have just got their room, and there are three counters.
             unsafe { self.activate.launch(stream, &LaunchShape::rows(num_blocks, Gated::NUM_THREADS), &args)? };
-            evidence.expect(0, num_rows as u64);
-            let rows = DenseRows { address: inner, num_parts: 1, num_rows };
+            if live == 0 {
+                evidence.expect(0, num_rows as u64);
+            }
+            let rows = DenseRows { address: inner, num_parts: 1, count: rows.count };
             // SAFETY: the rows have just been queued, and there is room for every token.
             unsafe { self.fc2.queue(rows, out.address())? };
         }
-        Ok(evidence.queue(stream)?)
+        Ok(())
     }
 
-    /// What was done since the last time, once the host has waited for the stream behind [`Self::queue`].
+    /// Says how many rows there were, where the device alone knew when they were queued.
+    pub fn expect(&self, num_rows: usize) {
+        let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        evidence.expect(0, num_rows as u64);
+    }
+
+    /// Queues the way of what was counted to the host.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn queue_evidence(&self) -> Result<(), BackendError> {
+        let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(evidence.queue(self.tools.gpu().stream())?)
+    }
+
+    /// What was done since the last time, once the host has waited for the stream behind [`Self::queue_evidence`].
     ///
     /// # Errors
     /// If rows were queued that the kernel between the products has not stored.

@@ -5,8 +5,10 @@
 //! what is copied and multiplied does not depend on that.
 
 mod ceilings;
+#[cfg(test)]
+mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,10 +17,10 @@ use super::{Gpu, Shared, experts, family, pack};
 use crate::backend::{BackendError, ExpertsSpec, checks};
 use crate::checkpoint::tensors::ExpertTensors;
 use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, Stream};
-use crate::jit::kernels::Chooser;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, Schedule, Weights,
 };
+use crate::jit::kernels::{BatchSchedules, Chooser};
 use crate::select::Identity;
 pub use ceilings::{Dense, Reading};
 
@@ -126,6 +128,25 @@ impl LocalLayer {
         self.shared.stream()
     }
 
+    /// Loads the kernels of works over such rows, all at once: compiling one after the other takes long.
+    ///
+    /// # Errors
+    /// If one does not compile or load.
+    pub fn load<'a>(&self, lines: impl IntoIterator<Item = &'a [usize]>) -> Result<(), BackendError> {
+        let mut schedules = BTreeSet::new();
+        for counts in lines {
+            let of_line = self.schedules(counts);
+            schedules.extend(counts.iter().filter(|rows| **rows > 0).map(|&num_rows| of_line.of(num_rows)));
+        }
+        self.shared.programs.load(&schedules, &self.gemm)
+    }
+
+    fn schedules(&self, counts: &[usize]) -> BatchSchedules {
+        let technique = self.shared.technique;
+        let family = family(technique).unwrap_or_else(|| unreachable!("{technique} has no schedules"));
+        Chooser { family, batch_invariant: self.spec.batch_invariant }.batch(&self.gemm, counts)
+    }
+
     /// Records the layer over `counts[expert]` rows of each expert, once with each set.
     ///
     /// # Errors
@@ -134,15 +155,22 @@ impl LocalLayer {
     /// # Panics
     /// If `counts` has another number of experts, or there are no tokens.
     pub fn work(&self, counts: &[usize], tokens: LocalTokens<'_>) -> Result<LocalWork<'_>, BackendError> {
+        let schedules = self.schedules(counts);
+        self.work_by(counts, tokens, |num_rows| schedules.of(num_rows))
+    }
+
+    /// The same by any schedules, which follow from an expert's rows.
+    fn work_by(
+        &self,
+        counts: &[usize],
+        tokens: LocalTokens<'_>,
+        schedule_of: impl Fn(usize) -> Schedule,
+    ) -> Result<LocalWork<'_>, BackendError> {
         assert_eq!(counts.len(), self.entries.len(), "a count for every expert");
         let stream = self.stream();
         let mut shares: BTreeMap<Schedule, Vec<usize>> = BTreeMap::new();
-        let technique = self.shared.technique;
-        let family = family(technique).unwrap_or_else(|| unreachable!("{technique} has no schedules"));
-        let chooser = Chooser { family, batch_invariant: self.spec.batch_invariant };
-        let schedules = chooser.batch(&self.gemm, counts);
         for (expert, &num_rows) in counts.iter().enumerate().filter(|(_, rows)| **rows > 0) {
-            shares.entry(schedules.of(num_rows)).or_default().push(expert);
+            shares.entry(schedule_of(num_rows)).or_default().push(expert);
         }
         let mut programs = Vec::new();
         for (schedule, experts) in &shares {
@@ -230,7 +258,7 @@ impl Buffers {
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
-            given_out: DeviceBuffer::zeroed(stream, 2)?,
+            given_out: DeviceBuffer::zeroed(stream, 1)?,
             entries: DeviceBuffer::from_slice(stream, &entries)?,
         })
     }
@@ -249,6 +277,7 @@ impl Buffers {
             counts: self.counts.address(),
             barrier: self.barrier.address(),
             given_out: self.given_out.address(),
+            num_rows: 0,
             token_scale,
             num_experts: narrow(num_experts),
             num_groups: narrow(self.gathered.len()),

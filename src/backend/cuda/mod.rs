@@ -8,22 +8,25 @@ mod dense;
 mod evidence;
 mod experts;
 mod gated;
+mod load;
 mod local;
 pub mod pack;
 mod programs;
 mod topk;
 mod workspace;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::simd::{Isa, Simd};
+use rayon::ThreadPool;
+
+use super::simd::{Simd, best_instruction_set};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::cuda::Stream;
 use crate::gpu;
 use crate::jit::Arch;
 use crate::jit::kernels::Family;
-pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors};
+pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors, Extent};
 pub use dense::{DenseBy, DenseTools};
 pub use gated::GatedDense;
 pub use local::{Dense, LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
@@ -60,6 +63,10 @@ impl Shared {
     fn stream(&self) -> &Stream {
         self.gpu.stream()
     }
+
+    fn lock(&self) -> MutexGuard<'_, Workspace> {
+        self.workspace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The backend, on a session's GPU.
@@ -79,9 +86,14 @@ impl Gpu {
             let (name, found) = (facts.name.clone(), facts.compute_capability.to_string());
             return Err(BackendError::Capability { technique, name, found });
         }
-        let workspace = Mutex::new(Workspace::new(gpu.stream())?);
-        let shared = Shared { technique, gpu: gpu.clone(), programs: Programs::new(gpu.clone()), workspace };
-        Ok(Self { shared: Arc::new(shared), host: Simd::new(num_threads, Isa::detect())? })
+        let host = Simd::new(num_threads, best_instruction_set())?;
+        let shared = Shared {
+            technique,
+            gpu: gpu.clone(),
+            programs: Programs::new(gpu.clone()),
+            workspace: Mutex::new(Workspace::new(gpu.stream())?),
+        };
+        Ok(Self { shared: Arc::new(shared), host })
     }
 }
 
@@ -92,7 +104,11 @@ impl Backend for Gpu {
 
     fn experts(&self, spec: ExpertsSpec, num_local_experts: usize) -> Result<Box<dyn ExpertsBuilder>, BackendError> {
         checks::spec(&spec)?;
-        Ok(Box::new(experts::Builder::new(self.shared.clone(), spec, num_local_experts)))
+        Ok(Box::new(load::Builder::new(self.shared.clone(), spec, num_local_experts)?))
+    }
+
+    fn pool(&self) -> &ThreadPool {
+        self.host.pool()
     }
 
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {

@@ -1,4 +1,5 @@
-//! The packed weight image that all grouped GEMM kernels read, made once at load.
+//! The packed weight image that all grouped GEMM kernels read, as a host makes it: what `kernels/pack.cu`, which makes it at
+//! load, is held to, and what benches of made-up weights use.
 //!
 //! A *unit* is 32 weight rows, a *step* 64 of K; an image is `[unit][step]`, zero beyond the matrix. A step is laid out by
 //! lanes of a warp, so that each reads its tensor core fragments in 16-byte pieces: lane `4 g + t` of tile `j` holds the
@@ -111,12 +112,9 @@ pub fn pack_fc1(gate: &Projection, up: &Projection) -> Result<Image, PackError> 
         "gate and up are of one shape"
     );
     assert!(gate.out_features.is_multiple_of(UNIT_ROWS / 2), "16 divides the rows of gate and up");
-    let (gate_format, up_format) = (format(gate)?, format(up)?);
-    if gate_format != up_format {
-        return Err(PackError::Mixed { gate: name(gate), up: name(up) });
-    }
+    let format = format_fc1(gate, up)?;
     let num_units = gate.out_features / (UNIT_ROWS / 2);
-    pack(gate_format, num_units, gate.in_features, |unit, tile, half, g| {
+    pack(format, num_units, gate.in_features, |unit, tile, half, g| {
         (if half == 0 { gate } else { up }, 16 * unit + 2 * g + tile)
     })
 }
@@ -132,7 +130,23 @@ pub fn pack_fc2(down: &Projection) -> Result<Image, PackError> {
     })
 }
 
-fn format(projection: &Projection) -> Result<Format, PackError> {
+/// How FC1's image stores weights.
+///
+/// # Errors
+/// If gate and up are of different formats, or in f32.
+pub fn format_fc1(gate: &Projection, up: &Projection) -> Result<Format, PackError> {
+    let (gate_format, up_format) = (format(gate)?, format(up)?);
+    if gate_format != up_format {
+        return Err(PackError::Mixed { gate: name(gate), up: name(up) });
+    }
+    Ok(gate_format)
+}
+
+/// How an image stores weights.
+///
+/// # Errors
+/// If they are in f32.
+pub fn format(projection: &Projection) -> Result<Format, PackError> {
     match projection.data {
         ProjectionData::Nvfp4 { .. } => Ok(Format::Nvfp4),
         ProjectionData::Bf16(_) => Ok(Format::Bf16),

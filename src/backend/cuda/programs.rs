@@ -1,5 +1,7 @@
 //! Compiled kernels on a device, and their launches: the only `unsafe` of this backend.
 
+use std::collections::BTreeSet;
+
 use super::super::BackendError;
 use crate::cuda::{Function, LaunchShape, Stream};
 use crate::gpu::Gpu;
@@ -13,6 +15,16 @@ pub(super) struct Programs {
 impl Programs {
     pub(super) fn new(gpu: Gpu) -> Self {
         Self { gpu }
+    }
+
+    /// Loads the kernels of schedules that will be asked for, all at once where they are compiled on demand.
+    pub(super) fn load(&self, schedules: &BTreeSet<Schedule>, gemm: &GroupedGemm) -> Result<(), BackendError> {
+        let arch = self.gpu.arch();
+        let mut requests: Vec<_> = schedules.iter().map(|schedule| schedule.request(gemm, arch)).collect();
+        if schedules.iter().any(|schedule| schedule.gathering() == Gathering::Before) {
+            requests.push(GatherTokens { hidden: gemm.hidden }.request(arch));
+        }
+        Ok(self.gpu.load(requests)?)
     }
 
     /// The kernels of a schedule, loaded if they are not there yet.

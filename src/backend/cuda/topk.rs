@@ -46,14 +46,19 @@ impl Selector {
         Ok(Self { function, num_experts, num_topk, most_blocks: gpu.device().facts().num_multiprocessors * 8 })
     }
 
-    /// Queues the choice for `num_tokens` tokens.
+    /// Queues the choice for `num_tokens` tokens, or for as many of them as the u32 at `live` says, unless that is 0.
     ///
     /// # Errors
     /// If the launch is refused.
     ///
     /// # Panics
     /// If a buffer is too short, which is a bug of the caller.
-    pub fn queue(&self, stream: &Stream, buffers: TopkBuffers<'_>, num_tokens: usize) -> Result<(), BackendError> {
+    pub fn queue(
+        &self,
+        stream: &Stream,
+        buffers: TopkBuffers<'_>,
+        (num_tokens, live): (usize, u64),
+    ) -> Result<(), BackendError> {
         let TopkBuffers { logits, bias, ids, weights } = buffers;
         assert!(logits.len() >= num_tokens * self.num_experts, "a logit for every token and expert");
         assert!(bias.is_none_or(|bias| bias.len() == self.num_experts), "a bias for every expert");
@@ -63,6 +68,7 @@ impl Selector {
             bias: bias.map_or(0, DeviceBuffer::address),
             idx: ids.address(),
             weights: weights.address(),
+            live_tokens: live,
             num_tokens: num_tokens as u64,
         };
         let num_blocks = num_tokens.div_ceil(TopkVariant::NUM_THREADS as usize / 32);

@@ -28,6 +28,8 @@ pub(super) struct Device {
     pub expert_offsets: DeviceBuffer<u32>,
     /// `[num_launches, num_experts]`
     pub entries: DeviceBuffer<ExpertEntry>,
+    /// `[MAX_PROGRAMS]` rows of each launch, where the device deals them out.
+    pub program_rows: DeviceBuffer<u32>,
     /// Rows as an image.
     pub image: DeviceBuffer<u16>,
     /// How much of the image's groups is there; zero whenever no kernel runs.
@@ -36,7 +38,7 @@ pub(super) struct Device {
     pub inner: DeviceBuffer<u16>,
     /// Zero whenever no kernel runs.
     pub barrier: DeviceBuffer<u32>,
-    /// Tiles that were given out of each product; kernels of either zero the other's.
+    /// Likewise.
     pub given_out: DeviceBuffer<u32>,
 }
 
@@ -51,11 +53,12 @@ impl Workspace {
         let device = Device {
             expert_offsets: DeviceBuffer::uninitialised(device, 0)?,
             entries: DeviceBuffer::uninitialised(device, 0)?,
+            program_rows: DeviceBuffer::uninitialised(device, 0)?,
             image: DeviceBuffer::uninitialised(device, 0)?,
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
-            given_out: DeviceBuffer::zeroed(stream, 2)?,
+            given_out: DeviceBuffer::zeroed(stream, 1)?,
         };
         Ok(Self { host, device })
     }

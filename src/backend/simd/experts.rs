@@ -1,6 +1,6 @@
 //! A group of experts: FC1 with the activation, then FC2, wave by wave over all threads.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use rayon::prelude::*;
 
@@ -29,33 +29,36 @@ struct PackedExpert {
 
 /// Packs experts as they come.
 pub(super) struct Builder {
-    group: Group,
+    shared: Arc<Shared>,
+    spec: ExpertsSpec,
+    experts: Vec<OnceLock<PackedExpert>>,
 }
 
 impl Builder {
     pub(super) fn new(shared: Arc<Shared>, spec: ExpertsSpec, num_local_experts: usize) -> Self {
-        Self { group: Group { shared, spec, experts: Vec::with_capacity(num_local_experts) } }
+        Self { shared, spec, experts: (0..num_local_experts).map(|_| OnceLock::new()).collect() }
     }
 }
 
 impl ExpertsBuilder for Builder {
-    fn push(&mut self, expert: &ExpertTensors) -> Result<(), BackendError> {
-        let Group { shared, spec, experts } = &mut self.group;
-        checks::expert(spec, expert)?;
-        let order = shared.kernels.order();
-        experts.push(shared.pool.install(|| -> Result<_, BackendError> {
+    fn put(&self, local: usize, expert: &ExpertTensors) -> Result<(), BackendError> {
+        checks::expert(&self.spec, expert)?;
+        let order = self.shared.kernels.order();
+        let packed = self.shared.pool.install(|| -> Result<_, BackendError> {
             Ok(PackedExpert {
                 gate: PackedMatrix::new(&expert.gate, order)?,
                 up: PackedMatrix::new(&expert.up, order)?,
                 down: PackedMatrix::new(&expert.down, order)?,
-                identity: checks::identity(TECHNIQUE, spec, expert),
+                identity: checks::identity(TECHNIQUE, &self.spec, expert),
             })
-        })?);
+        })?;
+        checks::put(&self.experts, local, packed);
         Ok(())
     }
 
     fn finish(self: Box<Self>) -> Result<Box<dyn Experts>, BackendError> {
-        Ok(Box::new(self.group))
+        let Self { shared, spec, experts } = *self;
+        Ok(Box::new(Group { shared, spec, experts: checks::all(experts) }))
     }
 }
 

@@ -28,8 +28,9 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use super::{Backend, BackendError, ExpertsBuilder, ExpertsSpec, Linear, checks};
 use crate::checkpoint::tensors::Projection;
 use crate::numerics::activation::Activation;
+use crate::select::InstructionSet;
 pub use ceilings::ReadBuffer;
-pub use isa::{Isa, UnknownIsa};
+pub use isa::best_instruction_set;
 use kernels::{Kernels, LANES, Lane, ScaledActivation};
 
 /// The technique of this backend's identities.
@@ -46,7 +47,7 @@ struct Shared {
 /// The backend, with threads of its own.
 pub struct Simd {
     shared: Arc<Shared>,
-    isa: Isa,
+    isa: InstructionSet,
 }
 
 impl Simd {
@@ -54,7 +55,7 @@ impl Simd {
     ///
     /// # Errors
     /// If the machine lacks `isa`, or the threads cannot be started.
-    pub fn new(num_threads: usize, isa: Isa) -> Result<Self, BackendError> {
+    pub fn new(num_threads: usize, isa: InstructionSet) -> Result<Self, BackendError> {
         let kernels = kernels_of(isa)?;
         let pool = ThreadPoolBuilder::new()
             .num_threads(num_threads)
@@ -68,7 +69,7 @@ impl Simd {
 
     /// The instruction set in use.
     #[must_use]
-    pub fn isa(&self) -> Isa {
+    pub fn isa(&self) -> InstructionSet {
         self.isa
     }
 
@@ -89,6 +90,10 @@ impl Backend for Simd {
         Ok(Box::new(experts::Builder::new(self.shared.clone(), spec, num_local_experts)))
     }
 
+    fn pool(&self) -> &ThreadPool {
+        &self.shared.pool
+    }
+
     fn linear(&self, weight: &Projection) -> Result<Box<dyn Linear>, BackendError> {
         checks::linear(weight)?;
         let order = self.shared.kernels.order();
@@ -106,7 +111,7 @@ impl Backend for Simd {
 /// # Panics
 /// If the lengths differ.
 pub fn apply_activation(
-    isa: Isa,
+    isa: InstructionSet,
     activation: Activation,
     g: &[f32],
     u: &[f32],
@@ -127,17 +132,17 @@ pub fn apply_activation(
 }
 
 /// The kernels of an instruction set, where the machine has it.
-fn kernels_of(isa: Isa) -> Result<Box<dyn Kernels>, BackendError> {
+fn kernels_of(isa: InstructionSet) -> Result<Box<dyn Kernels>, BackendError> {
     let kernels: Option<Box<dyn Kernels>> = match isa {
-        Isa::Scalar => Some(Box::new(scalar::Scalar)),
+        InstructionSet::Scalar => Some(Box::new(scalar::Scalar)),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => avx2::Avx2::detect().map(|proof| Box::new(proof) as Box<dyn Kernels>),
+        InstructionSet::Avx2 => avx2::Avx2::detect().map(|proof| Box::new(proof) as Box<dyn Kernels>),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::Avx512::detect().map(|proof| Box::new(proof) as Box<dyn Kernels>),
+        InstructionSet::Avx512 => avx512::Avx512::detect().map(|proof| Box::new(proof) as Box<dyn Kernels>),
         #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => None,
+        InstructionSet::Avx2 | InstructionSet::Avx512 => None,
     };
-    kernels.ok_or(BackendError::Isa { wanted: isa, best: Isa::detect() })
+    kernels.ok_or(BackendError::Isa { wanted: isa, best: best_instruction_set() })
 }
 
 #[cfg(test)]

@@ -1,14 +1,15 @@
 //! Packing and decoding, for every instruction set of the machine.
 
 use super::kernels::{Kernels, LANES, Lane, Panel, RowBlocks};
+use super::kernels_of;
 use super::pack::PackedMatrix;
 use super::plan::Chunks;
-use super::{Isa, kernels_of};
 use crate::checkpoint::tensors::{Projection, ProjectionData, TensorBytes};
 use crate::numerics::{e2m1, e4m3, nvfp4};
+use crate::select::InstructionSet;
 
-fn kernels() -> impl Iterator<Item = (Isa, Box<dyn Kernels>)> {
-    Isa::ALL.into_iter().filter_map(|isa| Some((isa, kernels_of(isa).ok()?)))
+fn kernels() -> impl Iterator<Item = (InstructionSet, Box<dyn Kernels>)> {
+    InstructionSet::ALL.into_iter().filter_map(|isa| Some((isa, kernels_of(isa).ok()?)))
 }
 
 fn owned(bytes: Vec<u8>) -> TensorBytes {

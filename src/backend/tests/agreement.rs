@@ -4,8 +4,9 @@ use proptest::prelude::*;
 
 use super::super::ExpertsSpec;
 use super::{Case, Format, SITU, assert_rows_close, assert_same_bits, isas, projection, reference, simd};
-use crate::backend::Isa;
+use crate::backend::best_instruction_set;
 use crate::numerics::activation::Activation;
+use crate::select::InstructionSet;
 
 fn spec(hidden: usize, intermediate: usize, quantise_activations: bool) -> ExpertsSpec {
     ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: true }
@@ -49,7 +50,7 @@ fn quantised_activations_agree() {
 /// gpt-oss's width, which 128 does not divide; 257 rows and two waves. Plain Rust would take minutes.
 #[test]
 fn wide_layers_and_many_rows_agree() {
-    let best = Isa::detect();
+    let best = best_instruction_set();
     for quantise in [false, true] {
         for (widths, rows) in [((2880, 144), [257, 0, 3]), ((144, 2880), [1, 257, 0]), ((96, 64), [400, 800, 300])] {
             let case = Case::new(3, spec(widths.0, widths.1, quantise), &[Format::Nvfp4; 3], &rows);
@@ -68,7 +69,7 @@ fn formats_mix_within_a_group_and_within_an_expert() {
     let other = case.experts[1].gate.clone();
     case.experts[2].gate = other;
     check(&case, "mixed");
-    let (_, stats) = case.run(&simd(1, Isa::Scalar));
+    let (_, stats) = case.run(&simd(1, InstructionSet::Scalar));
     let names: Vec<(String, u64)> = stats.rows_by_identity.iter().map(|(id, rows)| (id.to_string(), *rows)).collect();
     let expected = [("lockstep.simd.grouped_gemm.w4a16_nvfp4", 15), ("lockstep.simd.grouped_gemm.none", 8)];
     assert_eq!(names, expected.map(|(name, rows)| (name.to_owned(), rows)));

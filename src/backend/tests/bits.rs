@@ -2,7 +2,8 @@
 
 use super::super::{ExpertBatch, ExpertsSpec};
 use super::{Case, Format, Rng, SITU, assert_same_bits, isas, projection, reference, simd};
-use crate::backend::Isa;
+use crate::backend::best_instruction_set;
+use crate::select::InstructionSet;
 use crate::select::tactics::Tactic;
 
 const FORMATS: [Format; 4] = [Format::Nvfp4, Format::Nvfp4, Format::Nvfp4, Format::Nvfp4];
@@ -18,7 +19,7 @@ fn instruction_sets_and_threads_give_equal_bits() {
     {
         for rows in [[1, 0, 2, 5], [17, 64, 0, 3], [257, 6, 7, 4]] {
             let case = Case::new(11, spec(quantise), &formats, &rows);
-            let (expected, expected_stats) = case.run(&simd(1, Isa::Scalar));
+            let (expected, expected_stats) = case.run(&simd(1, InstructionSet::Scalar));
             for isa in isas() {
                 for num_threads in 1..=3 {
                     let (got, stats) = case.run(&simd(num_threads, isa));
@@ -36,7 +37,7 @@ fn tactics_give_equal_bits() {
     for rows in [[1, 0, 2, 5], [17, 64, 0, 3], [257, 400, 7, 4]] {
         for quantise in [true, false] {
             let case = Case::new(18, spec(quantise), &FORMATS, &rows);
-            for backend in [reference(), simd(2, Isa::detect())] {
+            for backend in [reference(), simd(2, best_instruction_set())] {
                 let experts = case.pack(&backend);
                 let run = |tactic| {
                     let mut out = vec![f32::NAN; case.row_token.len() * case.spec.hidden];
@@ -61,7 +62,7 @@ fn tactics_give_equal_bits() {
 fn h3_a_row_does_not_depend_on_its_neighbours() {
     for quantise in [false, true] {
         let case = Case::new(12, spec(quantise), &FORMATS[..1], &[1100]);
-        for (name, backend) in [("reference", reference()), ("simd", simd(2, Isa::detect()))] {
+        for (name, backend) in [("reference", reference()), ("simd", simd(2, best_instruction_set()))] {
             let experts = case.pack(&backend);
             let probe = 5_u32;
             let run = |row_token: &[u32]| {
@@ -114,7 +115,7 @@ fn shuffled_rows_keep_their_bits() {
 #[test]
 fn h1_repeats_give_equal_bits() {
     let case = Case::new(15, spec(true), &FORMATS, &[33, 17, 1, 8]);
-    let backend = simd(3, Isa::detect());
+    let backend = simd(3, best_instruction_set());
     let experts = case.pack(&backend);
     let mut first = vec![f32::NAN; case.row_token.len() * case.spec.hidden];
     experts.forward(&case.batch(), &mut first).unwrap();
@@ -129,7 +130,7 @@ fn h1_repeats_give_equal_bits() {
 #[test]
 fn overlapping_calls_keep_their_bits() {
     let case = Case::new(16, spec(true), &FORMATS, &[9, 30, 0, 4]);
-    for backend in [reference(), simd(2, Isa::detect())] {
+    for backend in [reference(), simd(2, best_instruction_set())] {
         let experts = case.pack(&backend);
         let run = || {
             let mut out = vec![f32::NAN; case.row_token.len() * case.spec.hidden];
@@ -156,7 +157,7 @@ fn dense_rows_do_not_depend_on_their_neighbours() {
     for format in [Format::F32, Format::Bf16] {
         let weight = projection(&mut rng, out_features, in_features, format);
         let x = rng.normals(num_rows * in_features);
-        for backend in [reference(), simd(2, Isa::detect())] {
+        for backend in [reference(), simd(2, best_instruction_set())] {
             let linear = backend.linear(&weight).unwrap();
             let mut all = vec![f32::NAN; num_rows * out_features];
             linear.forward(&x, &mut all);

@@ -196,7 +196,7 @@ fn on_device(
     let mut idx = DeviceBuffer::from_slice(stream, &vec![-7; num_tokens * num_topk]).unwrap();
     let mut weights = upload(&vec![f32::NAN; num_tokens * num_topk]);
     let buffers = TopkBuffers { logits: &logits, bias: bias.as_ref(), ids: &mut idx, weights: &mut weights };
-    Selector::new(gpu, (method, num_experts, num_topk)).unwrap().queue(stream, buffers, num_tokens).unwrap();
+    Selector::new(gpu, (method, num_experts, num_topk)).unwrap().queue(stream, buffers, (num_tokens, 0)).unwrap();
     TopK { num_topk, idx: idx.download(stream).unwrap(), weights: weights.download(stream).unwrap() }
 }
 
@@ -436,8 +436,8 @@ fn gpu_shared_expert_by_the_library_is_the_references() {
             continue;
         };
         num_served += 1;
-        let mut builder = reference().experts(spec, 1).unwrap();
-        builder.push(&tensors).unwrap();
+        let builder = reference().experts(spec, 1).unwrap();
+        builder.put(0, &tensors).unwrap();
         let on_host = builder.finish().unwrap();
         let all = bf16(rng.normals(300 * hidden));
         let mut buffers = AroundBuffers::new(&tools).unwrap();
@@ -448,6 +448,7 @@ fn gpu_shared_expert_by_the_library_is_the_references() {
             buffers.poison(&tools).unwrap();
             buffers.upload(&tools, tokens, hidden).unwrap();
             shared.queue(&mut buffers, &mut out).unwrap();
+            shared.queue_evidence().unwrap();
             gpu.stream().synchronise().unwrap();
             let evidence = shared.evidence().unwrap();
             let counted: u64 = evidence.rows_by_identity.iter().map(|(_, rows)| *rows).sum();

@@ -8,23 +8,25 @@ mod cases;
 mod fixtures;
 mod gpu;
 mod gpu_dense;
+mod gpu_live;
 mod mutations;
 mod oracle;
 mod refusals;
 
 use std::sync::Arc;
 
-use super::{Backend, ExpertBatch, Experts, ExpertsSpec, ForwardStats, Isa, Machine};
+use super::{Backend, ExpertBatch, Experts, ExpertsSpec, ForwardStats, Machine, best_instruction_set};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
 use crate::numerics::activation::Activation;
+use crate::select::InstructionSet;
 use crate::select::tactics::Tactic;
 
 /// Kimi K3's activation.
 pub(super) const SITU: Activation = Activation::Situ { beta: 4.0, linear_beta: Some(25.0) };
 
 /// The instruction sets of this machine.
-pub(super) fn isas() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| *isa <= Isa::detect())
+pub(super) fn isas() -> impl Iterator<Item = InstructionSet> {
+    InstructionSet::ALL.into_iter().filter(|isa| *isa <= best_instruction_set())
 }
 
 /// xorshift64*, so that a seed says everything.
@@ -139,9 +141,9 @@ impl Case {
     }
 
     pub(super) fn pack(&self, backend: &Arc<dyn Backend>) -> Box<dyn Experts> {
-        let mut builder = backend.experts(self.spec, self.experts.len()).unwrap();
-        for expert in &self.experts {
-            builder.push(expert).unwrap();
+        let builder = backend.experts(self.spec, self.experts.len()).unwrap();
+        for (local, expert) in self.experts.iter().enumerate() {
+            builder.put(local, expert).unwrap();
         }
         builder.finish().unwrap()
     }
@@ -168,7 +170,7 @@ pub(super) fn reference() -> Arc<dyn Backend> {
     super::build("reference", &Machine { num_threads: 2, ..Machine::default() }).unwrap()
 }
 
-pub(super) fn simd(num_threads: usize, isa: Isa) -> Arc<dyn Backend> {
+pub(super) fn simd(num_threads: usize, isa: InstructionSet) -> Arc<dyn Backend> {
     super::build("simd", &Machine { num_threads, isa: Some(isa), ..Machine::default() }).unwrap()
 }
 

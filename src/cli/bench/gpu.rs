@@ -1,16 +1,17 @@
 //! The bench of a GPU's kernels: graphs of the local layer with cold weights, beside what memory and tensor cores give.
 
+use std::thread;
 use std::time::Duration;
 
-use crate::backend::cuda::{Dense, Gpu, LocalLayer, LocalSize, LocalTokens, LocalWork};
+use crate::backend::cuda::{Dense, Gpu, LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
 use crate::backend::{BackendError, ExpertsSpec};
 use crate::cuda::blas::BlasError;
 use crate::env::EnvVars;
-use crate::gpu::{self, Kernels};
+use crate::gpu;
 use crate::numerics::nvfp4;
 
 use super::gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
-use super::rows::RowForm;
+use super::rows::{RowForm, read_counts};
 use super::work::{Noise, TOKEN_SCALE};
 use super::{BenchArgs, BenchError};
 
@@ -24,29 +25,31 @@ const NUM_PATTERNS: usize = 4;
 const NUM_TOKENS: usize = 1024;
 
 /// Replays that count, unless asked for otherwise.
-const REPEATS: usize = 30;
+pub(super) const REPEATS: usize = 30;
 
 /// Replays before those that count.
 const NUM_WARM: usize = 2;
 
+/// How long a card rests before what is measured alone: its clock follows its heat.
+const REST: Duration = Duration::from_millis(50);
+
 /// A line of the table that is being measured.
 struct Line<'a> {
-    form: RowForm,
+    form: Option<RowForm>,
     rows_per_expert: usize,
     counts: Vec<usize>,
     work: LocalWork<'a>,
     times_us: Vec<f64>,
 }
 
-/// Records every line, and replays them in turn.
+/// Records every line, and replays them in turn, or each by itself.
 pub(super) fn run(
     technique: &'static str,
     args: &BenchArgs,
     spec: ExpertsSpec,
     env: &EnvVars,
 ) -> Result<GpuReport, BenchError> {
-    let nvrtc = env.nvrtc().map(str::to_owned);
-    let device = gpu::Gpu::open(0, &Kernels::OnDemand(nvrtc)).map_err(BackendError::from)?;
+    let device = gpu::Gpu::open(0, &args.kernels(env)).map_err(BackendError::from)?;
     let gpu = Gpu::new(technique, &device, args.threads)?;
     let mut noise = Noise(1);
     let patterns: Vec<_> = (0..NUM_PATTERNS.min(args.experts)).map(|_| noise.expert(&spec)).collect();
@@ -56,37 +59,35 @@ pub(super) fn run(
     let (values, scale) = tokens(&spec, &mut noise);
     let tokens = LocalTokens { values: &values, scale };
 
+    let wanted = wanted(args)?;
+    layer.load(wanted.iter().map(|wanted| &wanted.counts[..]))?;
     let mut lines = Vec::new();
-    for &form in &args.rows {
-        for &rows_per_expert in &args.rows_per_expert {
-            let counts = form.counts(args.experts, rows_per_expert);
-            let mut work = layer.work(&counts, tokens)?;
-            for _ in 0..NUM_WARM {
-                work.run()?;
-            }
-            work.check()?;
-            lines.push(Line { form, rows_per_expert, counts, work, times_us: Vec::new() });
+    for Wanted { form, rows_per_expert, counts } in wanted {
+        let mut work = layer.work(&counts, tokens)?;
+        for _ in 0..NUM_WARM {
+            work.run()?;
         }
+        work.check()?;
+        lines.push(Line { form, rows_per_expert, counts, work, times_us: Vec::new() });
     }
-    let reading = layer.reading()?;
     let (dense, baseline) = dense(&layer, env.cublaslt(), &values)?;
-    let (mut reading_us, mut dense_us) = (Vec::new(), Vec::new());
+    let mut beside = Beside { reading: layer.reading()?, dense, reading_us: Vec::new(), dense_us: Vec::new() };
     let repeats = args.repeats.unwrap_or(REPEATS);
-    for _ in 0..repeats {
+    if args.alone {
+        beside.run_alone(repeats)?;
         for line in &mut lines {
-            line.times_us.push(us(line.work.run()?));
+            alone(repeats, || line.work.run(), &mut line.times_us)?;
         }
-        reading_us.push(us(reading.run()?));
-        if let Some(dense) = &dense {
-            dense_us.push(us(dense.run()?));
+        beside.run_alone(repeats)?;
+    } else {
+        for _ in 0..repeats {
+            for line in &mut lines {
+                line.times_us.push(us(line.work.run()?));
+            }
+            beside.run()?;
         }
     }
-
-    let set_bytes = layer.expert_bytes() as f64 * args.experts as f64;
-    let ceilings = GpuCeilings {
-        read_tbyte_per_s: set_bytes / median(&mut reading_us) / 1e6,
-        dense_tflops: dense.is_some().then(|| Dense::FLOPS / median(&mut dense_us) / 1e6),
-    };
+    let ceilings = beside.ceilings(layer.expert_bytes() as f64 * args.experts as f64);
     let rows = lines.into_iter().map(|line| row(&layer, &spec, ceilings, line)).collect();
     let facts = layer.stream().device().facts();
     Ok(GpuReport {
@@ -100,11 +101,84 @@ pub(super) fn run(
         batch_invariant: spec.batch_invariant,
         num_sets: NUM_SETS,
         repeats,
+        alone: args.alone,
         expert_bytes: layer.expert_bytes(),
         ceilings,
         dense: baseline,
         rows,
     })
+}
+
+/// Replays one thing after the card has rested, and then nothing else.
+fn alone(
+    repeats: usize,
+    run: impl Fn() -> Result<Duration, BackendError>,
+    times_us: &mut Vec<f64>,
+) -> Result<(), BackendError> {
+    thread::sleep(REST);
+    for repeat in 0..NUM_WARM + repeats {
+        let took = run()?;
+        if repeat >= NUM_WARM {
+            times_us.push(us(took));
+        }
+    }
+    Ok(())
+}
+
+/// What lines are compared with.
+struct Beside<'a> {
+    reading: Reading<'a>,
+    dense: Option<Dense<'a>>,
+    reading_us: Vec<f64>,
+    dense_us: Vec<f64>,
+}
+
+impl Beside<'_> {
+    fn run(&mut self) -> Result<(), BackendError> {
+        self.reading_us.push(us(self.reading.run()?));
+        if let Some(dense) = &self.dense {
+            self.dense_us.push(us(dense.run()?));
+        }
+        Ok(())
+    }
+
+    fn run_alone(&mut self, repeats: usize) -> Result<(), BackendError> {
+        alone(repeats, || self.reading.run(), &mut self.reading_us)?;
+        if let Some(dense) = &self.dense {
+            alone(repeats, || dense.run(), &mut self.dense_us)?;
+        }
+        Ok(())
+    }
+
+    /// Of weights of so many bytes.
+    fn ceilings(mut self, num_bytes: f64) -> GpuCeilings {
+        GpuCeilings {
+            read_tbyte_per_s: num_bytes / median(&mut self.reading_us) / 1e6,
+            dense_tflops: self.dense.is_some().then(|| Dense::FLOPS / median(&mut self.dense_us) / 1e6),
+        }
+    }
+}
+
+/// A line that is asked for.
+struct Wanted {
+    form: Option<RowForm>,
+    rows_per_expert: usize,
+    counts: Vec<usize>,
+}
+
+fn wanted(args: &BenchArgs) -> Result<Vec<Wanted>, BenchError> {
+    if let Some(path) = &args.counts {
+        let lines = read_counts(path, args.experts)?;
+        let mean = |counts: &[usize]| counts.iter().sum::<usize>().div_ceil(counts.len());
+        let given = |counts: Vec<usize>| Wanted { form: None, rows_per_expert: mean(&counts), counts };
+        return Ok(lines.into_iter().map(given).collect());
+    }
+    let of_form = |&form: &RowForm| {
+        let counts = move |rows| form.counts(args.experts, rows);
+        let wanted = move |&rows: &usize| Wanted { form: Some(form), rows_per_expert: rows, counts: counts(rows) };
+        args.rows_per_expert.iter().map(wanted)
+    };
+    Ok(args.rows.iter().flat_map(of_form).collect())
 }
 
 /// What the rate of dense products is measured with. A machine without cublasLt is one without that rate.

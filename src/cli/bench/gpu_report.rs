@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use super::BenchActivations;
+use super::markdown;
 use super::plot::{Curve, Plot, Point};
 use super::rows::RowForm;
 
@@ -32,6 +32,8 @@ pub struct GpuReport {
     pub num_sets: usize,
     /// Measurements of each line.
     pub repeats: usize,
+    /// Whether each line was measured by itself, on a card that had rested, and not in turn with the others.
+    pub alone: bool,
     /// Packed bytes of one expert.
     pub expert_bytes: u64,
     /// What the GPU gave beside it.
@@ -52,7 +54,7 @@ pub enum DenseBaseline {
     Missing(String),
 }
 
-/// What a time is compared with; medians of runs between the lines'.
+/// What a time is compared with: medians of runs between the lines', or before and behind lines that were measured alone.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct GpuCeilings {
     /// All weights read once, and nothing computed.
@@ -64,9 +66,9 @@ pub struct GpuCeilings {
 /// One line of the table.
 #[derive(Debug, Clone, Serialize)]
 pub struct GpuRow {
-    /// How rows fall on experts.
-    pub form: RowForm,
-    /// Rows of an expert, on average.
+    /// How rows fall on experts; absent where a file says.
+    pub form: Option<RowForm>,
+    /// Rows of an expert, on average; rounded up where a file says.
     pub rows_per_expert: usize,
     /// Rows of each expert.
     pub counts: Vec<usize>,
@@ -101,7 +103,7 @@ impl GpuCeilings {
         let flops_floor_us = self.dense_tflops.map(|tflops| flops / tflops / 1e6);
         let floor_us = flops_floor_us.map_or(memory_floor_us, |by_flops| by_flops.max(memory_floor_us));
         GpuRow {
-            form: RowForm::Uniform,
+            form: None,
             rows_per_expert: 0,
             counts: Vec::new(),
             num_rows: 0,
@@ -120,6 +122,10 @@ impl GpuCeilings {
 }
 
 impl GpuRow {
+    fn form_name(&self) -> String {
+        form_name(self.form)
+    }
+
     /// Which floor is the larger.
     fn bound(&self) -> &'static str {
         if self.flops_floor_us.is_some_and(|by_flops| by_flops > self.memory_floor_us) { "flops" } else { "memory" }
@@ -139,23 +145,27 @@ impl GpuRow {
     }
 }
 
+fn form_name(form: Option<RowForm>) -> String {
+    form.map_or_else(|| "given".to_owned(), |form| form.to_string())
+}
+
 impl GpuReport {
     /// Time against rows: a curve for each form, and both floors, that of memory for each number of experts hit.
     pub(super) fn plot(&self) -> Plot {
-        let mut forms: Vec<RowForm> = Vec::new();
+        let mut forms: Vec<Option<RowForm>> = Vec::new();
         for row in &self.rows {
             if !forms.contains(&row.form) {
                 forms.push(row.form);
             }
         }
-        let curve = |form: RowForm, name: String, point: &dyn Fn(&GpuRow) -> Option<Point>| {
+        let curve = |form: Option<RowForm>, name: String, point: &dyn Fn(&GpuRow) -> Option<Point>| {
             Curve::new(name, self.rows.iter().filter(|row| row.form == form).filter_map(point).collect())
         };
         let at = |row: &GpuRow, us: f64, says: String| Some(Point { rows: row.rows_per_expert, us, says });
         let read = self.ceilings.read_tbyte_per_s;
         let mut floors: Vec<Curve> = Vec::new();
         for &form in &forms {
-            let name = format!("weights of {form} rows copied at {read:.2} TB/s");
+            let name = format!("weights of {} rows copied at {read:.2} TB/s", form_name(form));
             let floor = curve(form, name, &|row| at(row, row.memory_floor_us, String::new()));
             if floors.iter().all(|known| known.points != floor.points) {
                 floors.push(floor);
@@ -173,7 +183,7 @@ impl GpuReport {
             ),
             curves: forms
                 .iter()
-                .map(|&form| curve(form, form.to_string(), &|row| at(row, row.median_us, row.says())))
+                .map(|&form| curve(form, form_name(form), &|row| at(row, row.median_us, row.says())))
                 .collect(),
             floors,
         }
@@ -204,7 +214,8 @@ impl fmt::Display for GpuReport {
         };
         writeln!(
             f,
-            "measured between the lines: {:.2} TB/s of weights copied and not used, {dense}",
+            "measured {}: {:.2} TB/s of weights copied and not used, {dense}",
+            if self.alone { "alone on a rested card, as each line was" } else { "between the lines" },
             self.ceilings.read_tbyte_per_s
         )?;
         writeln!(
@@ -212,9 +223,7 @@ impl fmt::Display for GpuReport {
             "flops = 2 * 3 * hidden * intermediate * rows; bytes = packed weights of the experts hit, read once; \
              floor = max(bytes / copied, flops / cublasLt)"
         )?;
-        let mut table = Table::new();
-        table.load_style(presets::ASCII_MARKDOWN);
-        table.set_header([
+        let head = [
             "rows",
             "an expert",
             "hit",
@@ -226,10 +235,10 @@ impl fmt::Display for GpuReport {
             "by",
             "of floor",
             "schedules",
-        ]);
-        for row in &self.rows {
-            table.add_row([
-                row.form.to_string(),
+        ];
+        let rows = self.rows.iter().map(|row| {
+            [
+                row.form_name(),
                 row.rows_per_expert.to_string(),
                 row.num_experts_hit.to_string(),
                 format!("{:.1}", row.median_us),
@@ -240,17 +249,15 @@ impl fmt::Display for GpuReport {
                 row.bound().to_owned(),
                 format!("{:.0} %", 100.0 * row.floor_share),
                 row.schedules.join(" "),
-            ]);
-        }
-        for column in table.column_iter_mut().take(10).skip(1) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+            ]
+        });
+        let table = markdown::table(&head, &[0, 8, 10], rows);
         writeln!(f, "{table}")?;
         let losing: Vec<String> = self
             .rows
             .iter()
             .filter(|row| row.floor_share < 1.0 / 1.15)
-            .map(|row| format!("{} {}", row.form, row.rows_per_expert))
+            .map(|row| format!("{} {}", row.form_name(), row.rows_per_expert))
             .collect();
         if losing.is_empty() {
             return write!(f, "no line is more than 15 % over its floor");
@@ -283,7 +290,7 @@ mod tests {
 
     fn line(form: RowForm, rows_per_expert: usize, num_bytes: f64, median_us: f64) -> GpuRow {
         GpuRow {
-            form,
+            form: Some(form),
             rows_per_expert,
             schedules: vec!["small-8".to_owned()],
             ..CEILINGS.row(4e9 * rows_per_expert as f64, num_bytes, median_us)
@@ -302,6 +309,7 @@ mod tests {
             batch_invariant: false,
             num_sets: 4,
             repeats: 30,
+            alone: false,
             expert_bytes: 18_579_456,
             ceilings: CEILINGS,
             dense: DenseBaseline::Cublaslt("13.1.0".to_owned()),
@@ -318,6 +326,8 @@ mod tests {
         }
         report.rows.push(line(RowForm::Uniform, 8, 1e9, 400.0));
         assert!(report.to_string().ends_with("more than 15 % over the floor: uniform 8"), "{report}");
+        report.rows[1].form = None;
+        assert!(report.to_string().ends_with("over the floor: given 8"), "{report}");
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!((&json["rows"][0]["form"], &json["dense"]["cublaslt"]), (&"uniform".into(), &"13.1.0".into()));
         assert_eq!(json["rows"][0]["flops_floor_us"], 4e9 * 8.0 / 800e6);

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use super::BenchActivations;
+use super::markdown;
 use super::plot::{Curve, Plot, Point};
 
 /// What was timed, and how fast it was.
@@ -146,12 +146,10 @@ impl fmt::Display for BenchReport {
             "flops = 2 * 3 * hidden * intermediate * experts * rows; bytes = packed weights, read once; \
              floor = max(bytes / read, flops / peak)"
         )?;
-        let mut table = Table::new();
-        table.load_style(presets::ASCII_MARKDOWN);
         let is_tuned = self.rows.iter().any(|row| !row.tactics_us.is_empty());
-        let header = ["rows/expert", "median us", "GFLOPS", "of peak", "GB/s", "of read", "floor us", "of floor"];
-        table.set_header(header.into_iter().chain(is_tuned.then_some("tactic")));
-        for row in &self.rows {
+        let mut head = vec!["rows/expert", "median us", "GFLOPS", "of peak", "GB/s", "of read", "floor us", "of floor"];
+        head.extend(is_tuned.then_some("tactic"));
+        let rows = self.rows.iter().map(|row| {
             let cells = [
                 row.rows_per_expert.to_string(),
                 format!("{:.0}", row.median_us),
@@ -162,11 +160,9 @@ impl fmt::Display for BenchReport {
                 format!("{:.0}", row.floor_us),
                 format!("{:.0} %", 100.0 * row.floor_share),
             ];
-            table.add_row(cells.into_iter().chain(is_tuned.then(|| row.tactic.to_owned())));
-        }
-        for column in table.column_iter_mut() {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+            cells.into_iter().chain(is_tuned.then(|| row.tactic.to_owned())).collect::<Vec<_>>()
+        });
+        let table = markdown::table(&head, &[], rows);
         writeln!(f, "{table}")?;
         let losing: Vec<String> =
             self.rows.iter().filter(|row| row.floor_share < 0.5).map(|row| row.rows_per_expert.to_string()).collect();

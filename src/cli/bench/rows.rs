@@ -1,9 +1,12 @@
 //! How rows fall on experts: plain counts, the same in every run.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use serde::Serialize;
+
+use super::super::options::read_text;
 
 /// A form that rows can take. All forms of one line have as many rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -53,6 +56,56 @@ impl RowForm {
     }
 }
 
+/// Why a file gives no lines.
+#[derive(Debug, thiserror::Error)]
+pub enum CountsError {
+    /// It can't be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// It is no list of lists of numbers.
+    #[error("{} is not as [[rows of expert 0, rows of expert 1, ...], ...]", path.display())]
+    Form {
+        /// The file.
+        path: PathBuf,
+        /// Where it is not.
+        source: serde_json::Error,
+    },
+    /// A line that can't be timed.
+    #[error("line {line} of {} has {num_counts} experts and {num_rows} rows; give rows of {num_experts} experts", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// Which, from 0.
+        line: usize,
+        /// Its counts.
+        num_counts: usize,
+        /// Their sum.
+        num_rows: usize,
+        /// As many as there are.
+        num_experts: usize,
+    },
+}
+
+/// The lines of a file: rows of each of `num_experts` experts, some of them not zero.
+pub(super) fn read_counts(path: &Path, num_experts: usize) -> Result<Vec<Vec<usize>>, CountsError> {
+    let text = read_text(path).map_err(|source| CountsError::Read { path: path.to_owned(), source })?;
+    let lines: Vec<Vec<usize>> =
+        serde_json::from_str(&text).map_err(|source| CountsError::Form { path: path.to_owned(), source })?;
+    for (line, counts) in lines.iter().enumerate() {
+        let num_rows = counts.iter().fold(0_usize, |sum, count| sum.saturating_add(*count));
+        if counts.len() != num_experts || num_rows == 0 {
+            let num_counts = counts.len();
+            return Err(CountsError::Line { path: path.to_owned(), line, num_counts, num_rows, num_experts });
+        }
+    }
+    Ok(lines)
+}
+
 /// A normal number, as the sum of twelve even ones.
 fn normal(noise: &mut super::work::Noise) -> f64 {
     (0..12).map(|_| noise.unit()).sum::<f64>() - 6.0
@@ -89,6 +142,26 @@ mod tests {
                 assert_eq!(counts.iter().sum::<usize>(), num_experts * rows, "{form} {num_experts} x {rows}");
             }
         }
+    }
+
+    #[test]
+    fn a_file_gives_lines_or_says_why_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let read = |text: &str| {
+            let path = dir.path().join("counts.json");
+            std::fs::write(&path, text).unwrap();
+            read_counts(&path, 3).map_err(|error| error.to_string())
+        };
+        assert_eq!(read("[[1,0,2],[0,0,70]]"), Ok(vec![vec![1, 0, 2], vec![0, 0, 70]]));
+        for (text, reason) in [
+            ("[[1,0,2],[4,4]]", "line 1 of "),
+            ("[[0,0,0]]", "has 3 experts and 0 rows"),
+            ("[[1,-1,2]]", "is not as [[rows of expert 0"),
+            ("{}", "is not as [[rows of expert 0"),
+        ] {
+            assert!(read(text).is_err_and(|error| error.contains(reason)), "{text}");
+        }
+        assert!(matches!(read_counts(&dir.path().join("none"), 3), Err(CountsError::Read { .. })));
     }
 
     #[test]

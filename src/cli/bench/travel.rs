@@ -13,9 +13,9 @@ use clap::Args;
 use super::super::failure::Failure;
 use super::super::output;
 use super::super::world::{StartError, with_world};
-use super::BenchGeometry;
 use super::rows::RowForm;
 use super::work::Noise;
+use super::{BenchArgs, BenchGeometry};
 use crate::config::{Choice as _, Payload, Transport};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::carrier::CarryError;
@@ -28,7 +28,7 @@ use crate::dispatch::travel::Travel;
 use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::facts;
-use crate::gpu::{Gpu, GpuError, Kernels};
+use crate::gpu::{Gpu, GpuError};
 use crate::ids::{LayerIdx, Rank};
 use crate::layer::{Carriers, Needs};
 use crate::world::{Phase, World};
@@ -130,17 +130,16 @@ impl Form {
 /// # Errors
 /// If no transport can be had, two of them differ, or standard output can't be written.
 pub(super) fn command(
-    args: &TravelArgs,
-    (geometry, forms, repeats): (BenchGeometry, &[RowForm], usize),
-    as_json: bool,
+    bench: &BenchArgs,
+    (geometry, repeats): (BenchGeometry, usize),
     env: &EnvVars,
 ) -> Result<Exit, Failure> {
+    let (args, forms, as_json) = (&bench.travel, &bench.rows[..], bench.json);
     with_world(env, |world| {
         let start = Phase { name: "start", limit: Duration::from_secs(120), key: "LOCKSTEP_START_S" };
         world.enter(start);
         let machine = world.agree(facts::machine(world, env, None).map_err(StartError::from))?;
-        let kernels = Kernels::OnDemand(env.nvrtc().map(str::to_owned));
-        let gpu = world.agree(Gpu::open(machine.gpu_ordinal, &kernels))?;
+        let gpu = world.agree(Gpu::open(machine.gpu_ordinal, &bench.kernels(env)))?;
         let bench = Bench { world, gpu: &gpu, args, nccl: env.nccl() };
         if let Some(steps) = args.steps {
             let report = random::compare(&bench, steps)?;
@@ -354,7 +353,8 @@ impl Step<'_> {
         let Bench { world, gpu, .. } = *self.bench;
         let (stream, num_topk) = (gpu.stream(), self.shape.num_topk);
         let Tokens { values, ids, weights } = self.tokens;
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..self.num_tokens, num_topk, step };
+        let tokens =
+            DeviceTokens { values, ids, weights, tokens: 0..self.num_tokens, num_topk, step, chunk: 0, live_tokens: 0 };
         let sent = || world.exchanged().sent_bytes as f64;
         let before = sent();
         marks[0].record(stream)?;

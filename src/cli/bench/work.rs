@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::backend::simd::{ReadBuffer, Simd};
-use crate::backend::{Backend, BackendError, ExpertBatch, Experts, ExpertsSpec, Isa};
+use crate::backend::{Backend, BackendError, ExpertBatch, Experts, ExpertsSpec};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
 use crate::layer::tune::time_tactics;
 use crate::numerics::nvfp4::{self, BLOCK};
+use crate::select::InstructionSet;
 use crate::select::tactics::{Ballot, Tactic, Timing, choose};
 
 use super::BenchError;
@@ -80,9 +81,9 @@ pub(super) fn pack(
     num_experts: usize,
     noise: &mut Noise,
 ) -> Result<Box<dyn Experts>, BackendError> {
-    let mut builder = backend.experts(spec, num_experts)?;
-    for _ in 0..num_experts {
-        builder.push(&noise.expert(&spec))?;
+    let builder = backend.experts(spec, num_experts)?;
+    for local in 0..num_experts {
+        builder.put(local, &noise.expert(&spec))?;
     }
     builder.finish()
 }
@@ -172,7 +173,7 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    pub(super) fn new(num_threads: usize, isa: Isa, read_bytes: usize) -> Result<Self, BackendError> {
+    pub(super) fn new(num_threads: usize, isa: InstructionSet, read_bytes: usize) -> Result<Self, BackendError> {
         let mut machine = Self { simd: Simd::new(num_threads, isa)?, buffer: ReadBuffer::new(read_bytes)?, rounds: 64 };
         loop {
             let start = Instant::now();

@@ -15,6 +15,7 @@ pub(super) fn new_report(world: &World, job: &Job<'_>, session: &Session, share:
         num_tokens: share.rows.len() as u64,
         num_threads: job.num_threads,
         bytes_read: BytesReport { experts: bytes_read.experts, replicated: bytes_read.replicated },
+        load_experts_s: session.experts_elapsed().as_secs_f64(),
         weight_bytes: session.layers().iter().map(MoeLayer::weight_bytes).sum(),
         planned_bytes: session.buffers().total_bytes(),
         peak_rss_bytes: 0,
@@ -44,6 +45,7 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         identities: layer.identities().iter().map(ToString::to_string).collect(),
         dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
         why: layer.selected().why.to_string(),
+        no_cuda_graph: layer.graphs().err().map(str::to_owned),
     };
     let (technique, isa) = session.backend();
     let (selection, session_digest) = session.digests();

@@ -1,7 +1,7 @@
 //! A rank's share of the input: which rows, their values, and their experts where a file names them.
 
 use super::{Job, JobError};
-use crate::checkpoint::{self, Matrix, MatrixDtype};
+use crate::checkpoint::{self, Activations, MatrixDtype};
 use crate::cli::values::Split;
 use crate::layer::{MoeLayer, Session};
 use crate::routing::TopK;
@@ -42,8 +42,8 @@ pub fn sampled(num_rows: Option<usize>, num_input_rows: usize) -> Vec<usize> {
 pub(super) fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     use crate::config::Payload;
 
-    let matrix: Matrix = checkpoint::read_activations(&job.input.path, job.input.tensor.as_deref())?;
-    let is_bf16 = matrix.dtype == MatrixDtype::Bf16;
+    let input = Activations::open(&job.input.path, job.input.tensor.as_deref())?;
+    let is_bf16 = input.dtype == MatrixDtype::Bf16;
     let payload = match job.deployment.dispatch.payload {
         Payload::Bf16 => Some("bf16"),
         Payload::Nvfp4 => Some("nvfp4"),
@@ -54,16 +54,14 @@ pub(super) fn deal(world: &World, job: &Job<'_>) -> Result<Share, JobError> {
     {
         return Err(JobError::InputDtype { path: job.input.path.clone(), payload });
     }
-    let sample = sampled(job.num_rows, matrix.num_rows);
+    let sample = sampled(job.num_rows, input.num_rows);
     let dealt = deal_rows(job.split, sample.len(), world.size())?;
     let start: usize = dealt[..world.rank().index()].iter().sum();
     let rows = sample[start..start + dealt[world.rank().index()]].to_vec();
-    let mut hidden = Vec::with_capacity(rows.len() * matrix.num_columns);
-    rows.iter()
-        .for_each(|row| hidden.extend_from_slice(&matrix.values[row * matrix.num_columns..][..matrix.num_columns]));
+    let hidden = input.read(&rows)?;
     Ok(Share {
         rows,
-        width: matrix.num_columns,
+        width: input.num_columns,
         hidden,
         is_bf16,
         most_rows: dealt.iter().copied().max().unwrap_or_default(),

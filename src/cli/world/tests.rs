@@ -10,7 +10,7 @@ use crate::world::Group;
 use crate::world::simulated::simulate;
 
 /// Another value than the default for every key; `version` has one value only.
-const OTHER_VALUES: [(&str, &str); 32] = [
+const OTHER_VALUES: [(&str, &str); 33] = [
     ("name", "another"),
     ("cluster.nodes", "2"),
     ("cluster.ranks_per_node", "4"),
@@ -29,6 +29,7 @@ const OTHER_VALUES: [(&str, &str); 32] = [
     ("moe.combine", "rank"),
     ("moe.batch_invariant", "true"),
     ("moe.tuning", "on"),
+    ("moe.cuda_graph", "on"),
     ("dispatch.transport", "host"),
     ("dispatch.levels", "two"),
     ("dispatch.payload", "f32"),

@@ -13,6 +13,8 @@ macro_rules! buffers {
             pub counts: DeviceBuffer<u64>,
             /// The counts of what leaves, once `counted` has come.
             pub host_totals: PinnedBuffer<u32>,
+            /// In two levels, the counts of what leaves in the first hop, likewise.
+            pub host_entering: PinnedBuffer<u32>,
             /// Behind the copy of those counts, and where devices tell each other, of what comes.
             pub counted: Mark,
         }
@@ -28,6 +30,7 @@ macro_rules! buffers {
                     $($name: DeviceBuffer::uninitialised(device, 0)?,)+
                     counts: DeviceBuffer::zeroed(gpu.stream(), 4)?,
                     host_totals: PinnedBuffer::zeroed(device, 0)?,
+                    host_entering: PinnedBuffer::zeroed(device, 0)?,
                     counted: gpu.mark()?,
                 })
             }
@@ -70,6 +73,10 @@ buffers! {
     packed: u8,
     /// `[num_tokens, num_topk]` where rows come home.
     home_rows: u32,
+    /// In two levels, what has come to be passed on.
+    entered: u8,
+    /// What is passed on.
+    passed_on: u8,
     /// What has arrived; with one rank that is what leaves.
     arrived: u8,
     /// `[num_local_experts + 1]`

@@ -4,11 +4,13 @@
 //! What is packed is carried ([`Way::Carried`]), or packed where it is read, in another rank's memory ([`Way::Pushed`]). A chunk
 //! waits for its device once: for the counts of what leaves, which hosts then tell each other, or for those of what comes, which
 //! devices have told each other. All other work is queued without waiting; carriers that go through hosts wait where they have
-//! to.
+//! to. In two levels ([`TwoLevels`]) what is carried is passed on once more.
 
 mod buffers;
 mod echo;
+mod live;
 mod stages;
+mod two_level;
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -16,7 +18,9 @@ use std::time::Instant;
 
 pub use buffers::Buffers;
 pub use echo::Echo;
+pub use live::{LiveExtent, LiveStep};
 pub use stages::{Forms, Stages};
+pub use two_level::TwoLevels;
 
 use crate::config::Transport;
 use crate::cuda::DeviceBuffer;
@@ -45,6 +49,10 @@ pub struct DeviceTokens<'a> {
     pub num_topk: usize,
     /// Counts the steps of a run.
     pub step: u64,
+    /// Counts the chunks of a step.
+    pub chunk: usize,
+    /// Address on the device of how many of them there are, where it alone knows; 0: all of `tokens`.
+    pub live_tokens: u64,
 }
 
 /// How what leaves comes to its ranks. All ranks of a session have the same.
@@ -82,6 +90,10 @@ pub struct DeviceHandle {
     pub sent: SentCounts,
     /// What has arrived, and the rows of it.
     pub received: ReceivedCounts,
+    /// Tokens that were packed from values: in two levels once a node.
+    pub num_packed: usize,
+    /// Tokens sent to other ranks: in two levels in both hops.
+    pub num_sent_remote: usize,
     /// Where rows go home to, where they are packed there.
     pushed: Option<Pushed>,
 }
@@ -93,6 +105,13 @@ struct Pushed {
     home_starts: Vec<usize>,
 }
 
+impl DeviceHandle {
+    fn in_one_level(world: &World, (sent, received): (SentCounts, ReceivedCounts), pushed: Option<Pushed>) -> Self {
+        let (num_packed, num_sent_remote) = (sent.num_tokens.iter().sum(), sent.num_remote(world.rank()));
+        Self { sent, received, num_packed, num_sent_remote, pushed }
+    }
+}
+
 /// Carries the tokens of one layer.
 #[derive(Debug)]
 pub struct DeviceTransport {
@@ -100,13 +119,22 @@ pub struct DeviceTransport {
     stages: Stages,
     way: Way,
     layer: LayerIdx,
+    /// Where tokens go in two levels.
+    two_levels: Option<TwoLevels>,
 }
 
 impl DeviceTransport {
     /// Carries tokens of `layer` as `stages` pack them.
     #[must_use]
     pub fn new(gpu: &Gpu, stages: Stages, way: Way, layer: LayerIdx) -> Self {
-        Self { gpu: gpu.clone(), stages, way, layer }
+        Self { gpu: gpu.clone(), stages, way, layer, two_levels: None }
+    }
+
+    /// In two levels, where there are any. Rows that are stored into other ranks' memory know one alone, so that no such layer is
+    /// selected.
+    #[must_use]
+    pub fn with_levels(self, two_levels: Option<TwoLevels>) -> Self {
+        Self { two_levels, ..self }
     }
 
     /// Waits for all that is queued where it may wait for peers that are gone: whoever waits for the device without a limit does
@@ -133,9 +161,12 @@ impl DeviceTransport {
         tokens: &DeviceTokens<'_>,
         chunk_tokens: usize,
     ) -> Result<DeviceHandle, CarryError> {
-        match &self.way {
-            Way::Carried(carrier) => self.dispatch_carried(world, buffers, tokens, (&**carrier, chunk_tokens)),
-            Way::Pushed(nvlink) => {
+        match (&self.way, &self.two_levels) {
+            (Way::Carried(carrier), None) => self.dispatch_carried(world, buffers, tokens, (&**carrier, chunk_tokens)),
+            (Way::Carried(carrier), Some(levels)) => {
+                self.dispatch_in_two_levels(world, buffers, (tokens, levels), (&**carrier, chunk_tokens))
+            }
+            (Way::Pushed(nvlink), _) => {
                 let dispatched = self.dispatch_pushed(world, buffers, tokens, (nvlink, chunk_tokens));
                 dispatched.map_err(|error| nvlink.alarm().map_or(error, CarryError::from))
             }
@@ -172,7 +203,7 @@ impl DeviceTransport {
             arrived = buffers.arrived.address();
         }
         self.stages.unpack(buffers, &received, tokens.num_topk, Run::whole(arrived))?;
-        Ok(DeviceHandle { sent, received, pushed: None })
+        Ok(DeviceHandle::in_one_level(world, (sent, received), None))
     }
 
     fn dispatch_pushed(
@@ -205,7 +236,7 @@ impl DeviceTransport {
         count_pushed(world, Cargo::Tokens, [&sent.num_tokens, &received.num_tokens], row_bytes);
         self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
         let home_starts = told.iter().map(|told| told.home_start).collect();
-        Ok(DeviceHandle { sent, received, pushed: Some(Pushed { push, home_starts }) })
+        Ok(DeviceHandle::in_one_level(world, (sent, received), Some(Pushed { push, home_starts })))
     }
 
     /// Bytes of a row that comes back.

@@ -13,10 +13,12 @@ use crate::dispatch::region::{Flag, MAX_PEERS};
 use crate::dispatch::travel::Travel;
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::Rank;
+use crate::jit::KernelRequest;
 use crate::jit::kernels::dispatch::{
     COUNT_BYTES_PER_RANK, CombineArgs, DispatchArgs, INDEX_BYTES_PER_EXPERT, NUM_THREADS, PACK_BYTES_PER_SLOT,
     ReceiveArgs, TravelKernels, WARP,
 };
+use crate::jit::kernels::live::Settle;
 use crate::jit::kernels::nvlink::{Raise, Run};
 
 /// Tiles of tokens at most: more tokens make larger ones.
@@ -55,32 +57,59 @@ pub struct Stages {
     gpu: Gpu,
     forms: Forms,
     rank: Rank,
-    count: Function,
-    sum_sent: Function,
-    pack: Function,
+    pub(super) leaving: LeavingKernels,
     index: Function,
     sum_received: Function,
     unpack: Function,
     give_back: Function,
     add: Function,
+    pub(super) settle: Function,
+}
+
+/// What numbers tokens that leave, or are passed on, and packs them.
+#[derive(Debug)]
+pub(super) struct LeavingKernels {
+    count: Function,
+    sum: Function,
+    pack: Function,
+}
+
+impl LeavingKernels {
+    pub fn new(gpu: &Gpu, request: KernelRequest, num_ranks: usize) -> Result<Self, GpuError> {
+        let count_bytes = COUNT_BYTES_PER_RANK * narrow(num_ranks);
+        Ok(Self {
+            count: gpu.function(request.clone(), TravelKernels::COUNT, count_bytes)?,
+            sum: gpu.function(request.clone(), TravelKernels::SUM, 0)?,
+            pack: gpu.function(request, TravelKernels::PACK, 0)?,
+        })
+    }
 }
 
 /// How tokens are cut into tiles; changes no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Tiles {
-    tokens: usize,
-    num: usize,
+pub(super) struct Tiles {
+    pub tokens: usize,
+    pub num: usize,
 }
 
 impl Tiles {
-    fn of(num_tokens: usize) -> Self {
+    pub fn of(num_tokens: usize) -> Self {
         let tokens = num_tokens.div_ceil(MAX_TILES).max(MIN_TILE_TOKENS);
         Self { tokens, num: num_tokens.div_ceil(tokens) }
     }
 }
 
+/// Addresses on the device of a list's runs and of how many rows it has; 0: the host knows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LiveRuns {
+    pub runs: u64,
+    pub count: u64,
+}
+
+const NOT_LIVE: LiveRuns = LiveRuns { runs: 0, count: 0 };
+
 /// Numbers of tokens, slots and rows of a chunk fit in 32 bits, or its buffers fit no device.
-fn narrow(number: usize) -> u32 {
+pub(super) fn narrow(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
@@ -92,7 +121,6 @@ impl Stages {
     pub fn new(gpu: &Gpu, forms: Forms, rank: Rank) -> Result<Self, GpuError> {
         let (kernels, arch) = (forms.kernels(), gpu.arch());
         let placement = forms.travel.placement;
-        let count_bytes = COUNT_BYTES_PER_RANK * narrow(placement.num_ranks());
         let index_bytes = INDEX_BYTES_PER_EXPERT * narrow(placement.local_experts(rank).len());
         let [dispatch, receive, combine] = kernels.requests(arch);
         let (give_back, add) = match forms.travel.mode {
@@ -103,14 +131,13 @@ impl Stages {
             gpu: gpu.clone(),
             forms,
             rank,
-            count: gpu.function(dispatch.clone(), TravelKernels::COUNT, count_bytes)?,
-            sum_sent: gpu.function(dispatch.clone(), TravelKernels::SUM, 0)?,
-            pack: gpu.function(dispatch, TravelKernels::PACK, 0)?,
+            leaving: LeavingKernels::new(gpu, dispatch, placement.num_ranks())?,
             index: gpu.function(receive.clone(), TravelKernels::INDEX, index_bytes)?,
             sum_received: gpu.function(receive.clone(), TravelKernels::SUM, 0)?,
             unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
             give_back: gpu.function(combine.clone(), give_back, 0)?,
             add: gpu.function(combine, add, 0)?,
+            settle: gpu.function(Settle.request(arch), Settle::FUNCTION, 0)?,
         })
     }
 
@@ -125,27 +152,51 @@ impl Stages {
     /// # Errors
     /// If there is no memory or the driver fails.
     pub fn count(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
-        let placement = self.forms.travel.placement;
-        let num_ranks = placement.num_ranks();
-        let num_slots = tokens.tokens.len() * tokens.num_topk;
-        let tiles = Tiles::of(tokens.tokens.len());
-        let num_words = SentCounts::num_words(placement);
+        let num_words = SentCounts::num_words(self.forms.travel.placement);
         if buffers.host_totals.len() != num_words {
             buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
             buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
         }
-        grow(&mut buffers.send_tiles, 2 * num_ranks * tiles.num)?;
-        grow(&mut buffers.slot_token, num_slots)?;
-        grow(&mut buffers.slot_home, num_slots)?;
-        buffers.totals.fill_bytes(self.gpu.stream(), 0)?;
+        self.grow_for_counts(buffers, (tokens.tokens.len(), tokens.num_topk))?;
         let args = self.dispatch_args(buffers, tokens)?;
-        let shared_bytes = COUNT_BYTES_PER_RANK * narrow(num_ranks);
-        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
-        self.launch(&self.count, shape, &args)?;
-        let num_columns = narrow(2 * num_ranks);
-        self.launch(&self.sum_sent, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), &args)?;
+        self.queue_counts(&self.leaving, buffers, &args)?;
         // SAFETY: `host_totals` is read when the mark has been waited for.
         Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?)
+    }
+
+    /// Room for the counts of so many tokens with so many slots.
+    pub(super) fn grow_for_counts(
+        &self,
+        buffers: &mut Buffers,
+        (num_tokens, num_topk): (usize, usize),
+    ) -> Result<(), GpuError> {
+        let num_columns = 2 * self.forms.travel.placement.num_ranks();
+        grow(&mut buffers.send_tiles, num_columns * Tiles::of(num_tokens).num)?;
+        grow(&mut buffers.slot_token, num_tokens * num_topk)?;
+        grow(&mut buffers.slot_home, num_tokens * num_topk)
+    }
+
+    /// Queues the counts of what `args` say, into `buffers.totals`.
+    pub(super) fn queue_counts(
+        &self,
+        kernels: &LeavingKernels,
+        buffers: &mut Buffers,
+        args: &DispatchArgs,
+    ) -> Result<(), GpuError> {
+        buffers.totals.fill_bytes(self.gpu.stream(), 0)?;
+        let shared_bytes = COUNT_BYTES_PER_RANK * args.num_ranks;
+        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
+        self.launch(&kernels.count, shape, args)?;
+        let num_columns = 2 * args.num_ranks;
+        self.launch(&kernels.sum, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), args)
+    }
+
+    /// Queues the packing of what was counted.
+    pub(super) fn queue_pack(&self, kernels: &LeavingKernels, args: &DispatchArgs) -> Result<(), GpuError> {
+        let shared_bytes = PACK_BYTES_PER_SLOT * args.num_topk;
+        kernels.pack.allow_dynamic_shared(shared_bytes)?;
+        let shape = self.one_by_one(args.num_tokens as usize, &args.raise);
+        self.launch(&kernels.pack, LaunchShape { shared_bytes, ..shape }, args)
     }
 
     /// Packs what was counted into `buffers.packed`, or straight into other ranks' rooms, which then hear of it.
@@ -167,15 +218,12 @@ impl Stages {
             args.rooms = push.rooms();
             args.raise = push.raise(Flag::Tokens);
         }
-        let shared_bytes = PACK_BYTES_PER_SLOT * narrow(num_topk);
-        self.pack.allow_dynamic_shared(shared_bytes)?;
-        let shape = self.one_by_one(num_tokens, &args.raise);
-        self.launch(&self.pack, LaunchShape { shared_bytes, ..shape }, &args)
+        self.queue_pack(&self.leaving, &args)
     }
 
-    fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
+    pub(super) fn dispatch_args(&self, buffers: &Buffers, tokens: &DeviceTokens<'_>) -> Result<DispatchArgs, GpuError> {
         let Travel { placement, payload, mode, row_form } = self.forms.travel;
-        let DeviceTokens { values, ids, weights, tokens, num_topk, .. } = tokens;
+        let DeviceTokens { values, ids, weights, tokens, num_topk, live_tokens, .. } = tokens;
         let of_tokens = |width: usize| tokens.start * width..tokens.end * width;
         let tiles = Tiles::of(tokens.len());
         Ok(DispatchArgs {
@@ -184,6 +232,7 @@ impl Stages {
             values: values.address_of(of_tokens(row_form.hidden))?,
             ids: ids.address_of(of_tokens(*num_topk))?,
             weights: weights.address_of(of_tokens(*num_topk))?,
+            entries: 0,
             totals: buffers.totals.address(),
             tiles: buffers.send_tiles.address(),
             slot_token: buffers.slot_token.address(),
@@ -191,7 +240,10 @@ impl Stages {
             packed: buffers.packed.address(),
             home_rows: buffers.home_rows.address(),
             counts: buffers.counts.address_of(0..2)?,
+            live_tokens: *live_tokens,
             row_bytes: self.forms.travel.layout(*num_topk).row_bytes() as u64,
+            value_bytes: (row_form.hidden * size_of::<f32>()) as u64,
+            slot_stride: *num_topk as u64,
             num_tokens: narrow(tokens.len()),
             num_topk: narrow(*num_topk),
             num_ranks: narrow(placement.num_ranks()),
@@ -214,11 +266,24 @@ impl Stages {
         num_topk: usize,
         packed: [Run; MAX_PEERS],
     ) -> Result<(), GpuError> {
-        let Travel { placement, row_form, .. } = self.forms.travel;
-        let num_experts = placement.local_experts(self.rank).len();
-        let (num_tokens, num_rows) = (received.total_tokens(), received.total_rows());
+        let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
+        grow(&mut buffers.expert_offsets, offsets.len())?;
+        self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
+        self.queue_unpack(buffers, (received.total_tokens(), received.total_rows()), num_topk, packed, NOT_LIVE)
+    }
+
+    /// The same for up to so many tokens and rows; what `live` points to says how many, and where, unless it is nothing.
+    pub(super) fn queue_unpack(
+        &self,
+        buffers: &mut Buffers,
+        (num_tokens, num_rows): (usize, usize),
+        num_topk: usize,
+        packed: [Run; MAX_PEERS],
+        live: LiveRuns,
+    ) -> Result<(), GpuError> {
+        let row_form = self.forms.travel.row_form;
+        let num_experts = self.num_experts();
         let (num_slots, tiles) = (num_tokens * num_topk, Tiles::of(num_tokens));
-        grow(&mut buffers.expert_offsets, num_experts + 1)?;
         grow(&mut buffers.receive_tiles, (num_experts + 1) * tiles.num)?;
         grow(&mut buffers.tokens, num_tokens * row_form.hidden)?;
         for of_slots in [&mut buffers.slot_place, &mut buffers.slot_order, &mut buffers.slot_row] {
@@ -227,10 +292,10 @@ impl Stages {
         grow(&mut buffers.weights, num_slots)?;
         grow(&mut buffers.row_token, num_rows)?;
         grow(&mut buffers.return_rows, num_rows)?;
-        let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
-        self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
         let args = ReceiveArgs {
             packed,
+            live_packed: live.runs,
+            live_tokens: live.count,
             expert_offsets: buffers.expert_offsets.address(),
             tiles: buffers.receive_tiles.address(),
             slot_place: buffers.slot_place.address(),
@@ -269,10 +334,26 @@ impl Stages {
         num_topk: usize,
         homes: Option<([Run; MAX_PEERS], Raise)>,
     ) -> Result<(), GpuError> {
+        let num_back = match self.forms.travel.mode {
+            CombineMode::Slot => received.total_rows(),
+            CombineMode::Rank => received.total_tokens(),
+        };
+        self.queue_give_back(buffers, num_back, num_topk, homes, NOT_LIVE)
+    }
+
+    /// The same for up to `num_back` rows; what `live` points to says how many, and where to, unless it is nothing.
+    pub(super) fn queue_give_back(
+        &self,
+        buffers: &mut Buffers,
+        num_back: usize,
+        num_topk: usize,
+        homes: Option<([Run; MAX_PEERS], Raise)>,
+        live: LiveRuns,
+    ) -> Result<(), GpuError> {
         let Travel { mode, row_form, .. } = self.forms.travel;
-        let (num_back, slot_row, num_topk) = match mode {
-            CombineMode::Slot => (received.total_rows(), &buffers.return_rows, 1),
-            CombineMode::Rank => (received.total_tokens(), &buffers.slot_row, num_topk),
+        let (slot_row, num_topk) = match mode {
+            CombineMode::Slot => (&buffers.return_rows, 1),
+            CombineMode::Rank => (&buffers.slot_row, num_topk),
         };
         let (out, raise) = match homes {
             Some(homes) => homes,
@@ -287,6 +368,8 @@ impl Stages {
             weights: buffers.weights.address(),
             out,
             raise,
+            live_out: live.runs,
+            live_tokens: live.count,
             num_tokens: num_back as u64,
             num_topk: narrow(num_topk),
             padding: 0,
@@ -306,7 +389,7 @@ impl Stages {
         out: &mut DeviceBuffer<f32>,
     ) -> Result<(), GpuError> {
         let row_form = self.forms.travel.row_form;
-        let DeviceTokens { weights, tokens, num_topk, .. } = tokens;
+        let DeviceTokens { weights, tokens, num_topk, live_tokens, .. } = tokens;
         let sums = out.address_of(tokens.start * row_form.hidden..tokens.end * row_form.hidden)?;
         let args = CombineArgs {
             rows: home,
@@ -314,11 +397,18 @@ impl Stages {
             weights: weights.address_of(tokens.start * num_topk..tokens.end * num_topk)?,
             out: Run::whole(sums),
             raise: Raise::none(),
+            live_out: 0,
+            live_tokens: *live_tokens,
             num_tokens: tokens.len() as u64,
             num_topk: narrow(*num_topk),
             padding: 0,
         };
         self.launch(&self.add, self.one_by_one(tokens.len(), &args.raise), &args)
+    }
+
+    /// Experts of this rank.
+    pub(super) fn num_experts(&self) -> usize {
+        self.forms.travel.placement.local_experts(self.rank).len()
     }
 
     /// A block a token, as many as the device has room for; one at least where somebody has to hear of it.
@@ -328,7 +418,12 @@ impl Stages {
         LaunchShape::rows(narrow(num_tokens.min(most).max(least)), NUM_THREADS)
     }
 
-    fn launch<A: NoUninit>(&self, function: &Function, shape: LaunchShape, args: &A) -> Result<(), GpuError> {
+    pub(super) fn launch<A: NoUninit>(
+        &self,
+        function: &Function,
+        shape: LaunchShape,
+        args: &A,
+    ) -> Result<(), GpuError> {
         // SAFETY: `A` is the kernel's argument (sizes are asserted in its source). The addresses are those of buffers that
         // were grown for this chunk's tokens, slots and rows in the stage that queues the kernel; they live in `Buffers` or
         // with the caller, whose freeing waits for the device; and only this stream writes them.

@@ -4,15 +4,19 @@
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
+mod two_levels;
+
 use super::{Buffers, DeviceTokens, Forms, Stages};
 use crate::cuda::DeviceBuffer;
 use crate::dispatch::combine::{self, CombineMode, RowForm};
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
-use crate::dispatch::layout::{CombineForm, PayloadForm, TokenLayout};
+use crate::dispatch::layout::{CombineForm, PayloadForm};
+use crate::dispatch::packing::{local_id, pack};
 use crate::dispatch::placement::Placement;
 use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
+use crate::dispatch::region::MAX_PEERS;
 use crate::dispatch::travel::Travel;
-use crate::gpu::{Gpu, Kernels, grow};
+use crate::gpu::{Gpu, GpuError, Kernels, grow};
 use crate::ids::Rank;
 use crate::jit::kernels::nvlink::Run;
 use crate::numerics::nvfp4::{self, QuantCounts};
@@ -142,24 +146,6 @@ impl Home {
     }
 }
 
-/// What the host packs for every destination.
-fn pack(world: &World, home: &Home, plan: &DispatchPlan, layout: TokenLayout) -> (Vec<u8>, QuantCounts) {
-    let (placement, slots) = (world.placement(), home.slots(world.num_topk));
-    let mut bytes = vec![0; plan.tokens.len() * layout.row_bytes()];
-    let mut counts = QuantCounts::default();
-    let mut rows = bytes.chunks_exact_mut(layout.row_bytes());
-    for rank in 0..placement.num_ranks() {
-        for (&token, row) in plan.tokens_to(rank).iter().zip(&mut rows) {
-            let here = slots.of(token as usize).map(|(expert, weight)| match expert.map(|e| placement.owner(e)) {
-                Some(owner) if owner.rank.index() == rank => (i32::try_from(owner.local_idx).unwrap(), weight),
-                _ => (NOT_HERE, 0.0),
-            });
-            counts += layout.encode(&home.values[token as usize * layout.hidden..][..layout.hidden], here, row);
-        }
-    }
-    (bytes, counts)
-}
-
 /// Runs of every source for `rank`, of what all ranks have packed.
 fn arriving(packed: &[Vec<u8>], counts: &[Vec<usize>], rank: usize, row_bytes: usize) -> Vec<u8> {
     let run = |(bytes, counts): (&Vec<u8>, &Vec<usize>)| {
@@ -201,9 +187,11 @@ impl Bench {
         values
     }
 
-    fn put(&self, buffer: &mut DeviceBuffer<u8>, bytes: &[u8]) {
-        grow(buffer, bytes.len()).unwrap();
+    fn put(&self, bytes: &[u8]) -> DeviceBuffer<u8> {
+        let mut buffer = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
+        grow(&mut buffer, bytes.len()).unwrap();
         buffer.upload(self.gpu.stream(), 0, bytes).unwrap();
+        buffer
     }
 
     /// Plays all ranks of `world`, holding every step to the host's.
@@ -226,7 +214,8 @@ impl Bench {
             let sent = sent.unwrap_or_else(|error| panic!("{what}: {error}"));
             assert_eq!(sent.num_tokens, plan.num_tokens_to(), "{what}: tokens");
             assert_eq!(sent.num_slots, plan.num_slots, "{what}: slots");
-            let (expected, quantised) = pack(world, home, plan, layout);
+            let slots = home.slots(world.num_topk);
+            let (expected, quantised) = pack(&layout, (plan, slots), &home.values, local_id(placement));
             let bytes = self.first(&self.buffers.packed, expected.len());
             assert_same(&bytes, &expected, row_bytes, &what);
             let found = self.first(&self.buffers.counts, 2);
@@ -272,17 +261,29 @@ impl Bench {
         }
     }
 
-    fn send(&mut self, world: &World, stages: &Stages, home: &Home) {
+    /// What `f` does with a rank's tokens, in buffers of rubbish; waits for it.
+    fn with_tokens(
+        &mut self,
+        (world, home): (&World, &Home),
+        f: impl FnOnce(&mut Buffers, &DeviceTokens<'_>) -> Result<(), GpuError>,
+    ) {
         let (values, ids, weights) =
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
-        let num_tokens = home.idx.len() / world.num_topk;
+        let (num_tokens, num_topk) = (home.idx.len() / world.num_topk, world.num_topk);
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0 };
+        let tokens =
+            DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk, step: 0, chunk: 0, live_tokens: 0 };
         self.buffers.poison(&self.gpu).unwrap();
         self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
-        stages.count(&mut self.buffers, &tokens).unwrap();
-        stages.pack(&mut self.buffers, &tokens, None).unwrap();
+        f(&mut self.buffers, &tokens).unwrap();
         self.gpu.stream().synchronise().unwrap();
+    }
+
+    fn send(&mut self, world: &World, stages: &Stages, home: &Home) {
+        self.with_tokens((world, home), |buffers, tokens| {
+            stages.count(buffers, tokens)?;
+            stages.pack(buffers, tokens, None)
+        });
     }
 
     /// Unpacks what `rank` receives, makes up its experts' rows, and gives back.
@@ -294,16 +295,10 @@ impl Bench {
         rank: usize,
         what: &str,
     ) -> Vec<u8> {
-        let (forms, hidden, num_topk) = (world.forms(), world.hidden, world.num_topk);
-        let layout = forms.travel.layout(num_topk);
-        let rows = || arrived.chunks_exact(layout.row_bytes());
-        self.buffers.poison(&self.gpu).unwrap();
-        self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
-        let mut packed = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
-        self.put(&mut packed, arrived);
+        let packed = self.put(arrived);
         // In one piece, or in one for each source.
         let whole = Run::whole(packed.address());
-        let row_bytes = layout.row_bytes();
+        let row_bytes = world.forms().travel.layout(world.num_topk).row_bytes();
         let starts: Vec<u64> = received
             .num_tokens
             .iter()
@@ -315,10 +310,44 @@ impl Bench {
             .collect();
         let pieces = Run::of(&received.num_tokens, row_bytes, |source| starts[source]);
         let runs = if world.seed.is_multiple_of(2) { whole } else { pieces };
+        let plan = self.unpack(world, (stages, received), (arrived, runs), (rank, what));
+        let (forms, hidden, num_topk) = (world.forms(), world.hidden, world.num_topk);
+        let layout = forms.travel.layout(num_topk);
+        let rows = || arrived.chunks_exact(row_bytes);
+        let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
+        let weights: Vec<f32> = rows().flat_map(|row| layout.weights(row)).collect();
+        let mut random = Random(world.seed + 77 + rank as u64);
+        let rows: Vec<f32> = (0..plan.num_rows() * hidden).map(|_| random.value()).collect();
+        self.buffers.rows = self.on_device(&rows);
+        stages.give_back(&mut self.buffers, received, num_topk, None).unwrap();
+        let hosted = local_idx.iter().zip(&weights).filter(|(id, _)| **id != NOT_HERE);
+        let hosted_weights: Vec<f32> = hosted.map(|(_, weight)| *weight).collect();
+        let row_form = forms.travel.row_form;
+        let expected = match world.mode {
+            CombineMode::Slot => combine::return_slots(&rows, &plan, row_form),
+            CombineMode::Rank => combine::return_sums(&rows, &plan, &hosted_weights, row_form),
+        };
+        let back = self.first(&self.buffers.back, expected.len());
+        assert_same(&back, &expected, world.form.row_bytes(hidden), &format!("{what}, gives back"));
+        back
+    }
+
+    /// Unpacks what lies in `runs`, which is `in_order` by sources.
+    fn unpack(
+        &mut self,
+        world: &World,
+        (stages, received): (&Stages, &ReceivedCounts),
+        (in_order, runs): (&[u8], [Run; MAX_PEERS]),
+        (rank, what): (usize, &str),
+    ) -> ComputePlan {
+        let (hidden, num_topk) = (world.hidden, world.num_topk);
+        let layout = world.forms().travel.layout(num_topk);
+        let rows = || in_order.chunks_exact(layout.row_bytes());
+        self.buffers.poison(&self.gpu).unwrap();
+        self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
         stages.unpack(&mut self.buffers, received, num_topk, runs).unwrap();
 
         let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
-        let weights: Vec<f32> = rows().flat_map(|row| layout.weights(row)).collect();
         let num_experts = world.placement().local_experts(Rank::from_index(rank)).len();
         let plan = ComputePlan::new(num_experts, num_topk, &local_idx);
         assert_eq!(received.expert_offsets, plan.expert_offsets, "{what}: offsets");
@@ -338,21 +367,7 @@ impl Bench {
         assert_same(&self.first(&self.buffers.tokens, tokens.len()), &tokens, hidden, what);
         let found = &self.first(&self.buffers.counts, 4)[2..];
         assert_eq!(found, [quantised.num_saturated, quantised.num_zeroed], "{what}: block scales");
-
-        let mut random = Random(world.seed + 77 + rank as u64);
-        let rows: Vec<f32> = (0..plan.num_rows() * hidden).map(|_| random.value()).collect();
-        self.buffers.rows = self.on_device(&rows);
-        stages.give_back(&mut self.buffers, received, num_topk, None).unwrap();
-        let hosted = local_idx.iter().zip(&weights).filter(|(id, _)| **id != NOT_HERE);
-        let hosted_weights: Vec<f32> = hosted.map(|(_, weight)| *weight).collect();
-        let row_form = forms.travel.row_form;
-        let expected = match world.mode {
-            CombineMode::Slot => combine::return_slots(&rows, &plan, row_form),
-            CombineMode::Rank => combine::return_sums(&rows, &plan, &hosted_weights, row_form),
-        };
-        let back = self.first(&self.buffers.back, expected.len());
-        assert_same(&back, &expected, world.form.row_bytes(hidden), &format!("{what}, gives back"));
-        back
+        plan
     }
 
     fn add(&mut self, world: &World, (stages, home): (&Stages, &Home), bytes: &[u8]) -> Vec<f32> {
@@ -360,9 +375,17 @@ impl Bench {
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk: world.num_topk, step: 0 };
-        let mut target = DeviceBuffer::uninitialised(self.gpu.device(), 0).unwrap();
-        self.put(&mut target, bytes);
+        let tokens = DeviceTokens {
+            values,
+            ids,
+            weights,
+            tokens: 0..num_tokens,
+            num_topk: world.num_topk,
+            step: 0,
+            chunk: 0,
+            live_tokens: 0,
+        };
+        let target = self.put(bytes);
         let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);
         stages.add(&self.buffers, &tokens, target.address(), &mut out).unwrap();
         out.download(self.gpu.stream()).unwrap()

@@ -16,7 +16,7 @@ pub use join::{NvlinkOptions, Prepared};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::placement::Placement;
 use crate::dispatch::region::{ALARM_WORDS, Alarm, ChunkTag, Flag, MAX_PEERS, Region, Rooms};
-use crate::gpu::Mark;
+use crate::gpu::{Mark, count_growth};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::{NvlinkArgs, NvlinkKernels, Raise, Run};
 use crate::world::World;
@@ -57,6 +57,8 @@ struct State {
 #[derive(Debug, Clone, Copy)]
 pub struct Push {
     tag: ChunkTag,
+    /// Address of what flags hold instead; 0: the tag's word.
+    live_word: u64,
     region: Region,
     regions: [u64; MAX_PEERS],
     done: u64,
@@ -87,7 +89,8 @@ impl Push {
         let flags = self.regions.map(|region| region.wrapping_add(at));
         // A world of more than MAX_PEERS has no regions.
         let num_ranks = u32::try_from(self.num_ranks).unwrap_or(0);
-        Raise { flags, word: self.tag.word(), done: self.done, num_ranks, padding: 0 }
+        let (word, live_word) = (self.tag.word(), self.live_word);
+        Raise { flags, word, live_word, done: self.done, num_ranks, padding: 0 }
     }
 
     /// Where tokens from all ranks lie here, `num_tokens[r]` of them from rank `r`.
@@ -102,6 +105,32 @@ impl Push {
     pub fn homes(&self, num_rows: &[usize], home_starts: &[usize], row_bytes: usize) -> [Run; MAX_PEERS] {
         let at = |rank: usize| (self.region.home_at() + home_starts[rank] * row_bytes) as u64;
         Run::of(num_rows, row_bytes, |rank| self.regions[rank] + at(rank))
+    }
+
+    /// The same for every chunk that is queued like this one: what flags hold lies at an address of the device.
+    #[must_use]
+    pub fn with_live_word(self, live_word: u64) -> Self {
+        Self { live_word, ..self }
+    }
+
+    /// What its flags hold.
+    #[must_use]
+    pub fn word(&self) -> u64 {
+        self.tag.word()
+    }
+
+    /// Where each rank's home begins, as this device sees it.
+    #[must_use]
+    pub fn home_addresses(&self) -> [u64; MAX_PEERS] {
+        self.regions.map(|region| region.wrapping_add(self.region.home_at() as u64))
+    }
+
+    /// Where what ranks told lies here, and how many words each has; where rank 0's tokens lie, and bytes from rank to rank.
+    #[must_use]
+    pub fn own_parts(&self) -> ((u64, usize), (u64, usize)) {
+        let (own, region) = (self.regions[self.rank], &self.region);
+        let told = (own + region.counts_at() as u64, region.num_words());
+        (told, (own + region.room_at(0) as u64, region.rooms().room_bytes))
     }
 
     /// Where rows come home to.
@@ -165,7 +194,7 @@ impl Nvlink {
             state.epoch = tag.epoch;
             let (region, regions) = (state.own.region, state.opened.regions);
             let (rank, num_ranks) = (world.rank().index(), world.size());
-            Ok(Push { tag, region, regions, done: state.done.address(), rank, num_ranks })
+            Ok(Push { tag, live_word: 0, region, regions, done: state.done.address(), rank, num_ranks })
         })
     }
 
@@ -180,6 +209,7 @@ impl Nvlink {
             held.take().expect("nvlink is used while its session is open");
         drop(opened);
         world.barrier();
+        count_growth();
         let region = Region::new(world.size(), *num_local_experts, own.region.rooms().max(rooms));
         tracing::info!(num_bytes = region.num_bytes(), "memory that other ranks store into grows");
         drop(own);
@@ -206,7 +236,11 @@ impl Nvlink {
         self.hear(world, push, Flag::Counts)
     }
 
-    fn launch_tell(
+    /// Queues telling every rank what comes.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn launch_tell(
         &self,
         push: &Push,
         totals: &DeviceBuffer<u32>,
@@ -234,6 +268,20 @@ impl Nvlink {
             self.wait_for_all(world, STORING)?;
             world.barrier();
         }
+        self.queue_hear(push, flag)
+    }
+
+    /// Whether some of the ranks share a GPU, so that they wait on their hosts.
+    #[must_use]
+    pub fn shares_gpus(&self) -> bool {
+        self.state.borrow().as_ref().is_some_and(|state| state.opened.shares_gpus)
+    }
+
+    /// The same where every rank has a GPU of its own: no host waits.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn queue_hear(&self, push: &Push, flag: Flag) -> Result<(), NvlinkError> {
         self.with(|state| {
             let counts = if flag == Flag::Counts { state.host_counts.address() } else { 0 };
             let args = NvlinkArgs { host_counts: counts, ..self.args(state, push, flag) };
@@ -316,6 +364,7 @@ impl Nvlink {
             flags_at: region.flags_at(flag) as u64,
             alarms_at: region.alarms_at() as u64,
             word: push.tag.word(),
+            live_word: push.live_word,
             limit_ns,
             hold_ns: HOLD_NS,
             phase: flag as u32,

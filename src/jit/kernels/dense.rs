@@ -25,7 +25,9 @@ pub struct DenseArgs {
     pub other: u64,
     /// Address of what is written.
     pub out: u64,
-    /// Rows.
+    /// Address of a u32: how many rows there are, where only the device knows; 0 elsewhere.
+    pub live_rows: u64,
+    /// Rows, or the most that there may be.
     pub num_rows: u64,
     /// Values of a row.
     pub width: u32,
@@ -72,7 +74,9 @@ pub struct DenseProductArgs {
     pub x: u64,
     /// Address of f32 `[num_rows, num_features]`.
     pub out: u64,
-    /// Rows of `x`.
+    /// Address of a u32: how many rows there are, where only the device knows; 0 elsewhere.
+    pub live_rows: u64,
+    /// Rows of a part of `x`: as many as there are, or may be.
     pub num_rows: u64,
     /// Rows of the weight.
     pub num_features: u32,

@@ -43,6 +43,7 @@ pub struct DispatchArgs {
     pub values: u64,
     pub ids: u64,
     pub weights: u64,
+    pub entries: u64,
     pub totals: u64,
     pub tiles: u64,
     pub slot_token: u64,
@@ -50,7 +51,10 @@ pub struct DispatchArgs {
     pub packed: u64,
     pub home_rows: u64,
     pub counts: u64,
+    pub live_tokens: u64,
     pub row_bytes: u64,
+    pub value_bytes: u64,
+    pub slot_stride: u64,
     pub num_tokens: u32,
     pub num_topk: u32,
     pub num_ranks: u32,
@@ -67,6 +71,8 @@ pub struct DispatchArgs {
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct ReceiveArgs {
     pub packed: [Run; MAX_PEERS],
+    pub live_packed: u64,
+    pub live_tokens: u64,
     pub expert_offsets: u64,
     pub tiles: u64,
     pub slot_place: u64,
@@ -96,6 +102,8 @@ pub struct CombineArgs {
     pub weights: u64,
     pub out: [Run; MAX_PEERS],
     pub raise: Raise,
+    pub live_out: u64,
+    pub live_tokens: u64,
     pub num_tokens: u64,
     pub num_topk: u32,
     pub padding: u32,
@@ -145,10 +153,21 @@ impl TravelKernels {
     /// The kernels of what leaves.
     #[must_use]
     pub fn dispatch(&self, arch: Arch) -> KernelRequest {
+        self.leaving(arch, false)
+    }
+
+    /// The kernels of what is passed on.
+    #[must_use]
+    pub fn forward(&self, arch: Arch) -> KernelRequest {
+        self.leaving(arch, true)
+    }
+
+    fn leaving(&self, arch: Arch, is_encoded: bool) -> KernelRequest {
         KernelRequest::new(DISPATCH, arch)
             .with_arguments::<DispatchArgs>()
             .with("HIDDEN", self.hidden)
             .with("PAYLOAD_BITS", self.payload_bits())
+            .with("ENCODED", is_encoded)
     }
 
     /// The kernels of what arrives.
@@ -175,7 +194,7 @@ impl TravelKernels {
             .with("RETURN_BITS", bits)
     }
 
-    /// All of them.
+    /// All of them that one level has.
     #[must_use]
     pub fn requests(&self, arch: Arch) -> [KernelRequest; 3] {
         [self.dispatch(arch), self.receive(arch), self.combine(arch)]
@@ -194,7 +213,10 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
     ];
     let mut all: Vec<KernelRequest> = Vec::new();
     for hidden in [3584, 48] {
-        let of_form = |(payload, quantise, form)| TravelKernels { hidden, payload, quantise, form }.requests(arch);
+        let of_form = |(payload, quantise, form)| {
+            let kernels = TravelKernels { hidden, payload, quantise, form };
+            kernels.requests(arch).into_iter().chain([kernels.forward(arch)])
+        };
         for request in forms.into_iter().flat_map(of_form) {
             if !all.contains(&request) {
                 all.push(request);

@@ -21,7 +21,9 @@ pub struct GatedArgs {
     pub inner: u64,
     /// Address of three u64, which are added to: two that stay as they are, and rows stored.
     pub counts: u64,
-    /// Rows.
+    /// Address of a u32: how many rows there are, where only the device knows; 0 elsewhere.
+    pub live_rows: u64,
+    /// Rows, or the most that there may be.
     pub num_rows: u64,
     /// Width between FC1 and FC2; a multiple of 4.
     pub width: u32,

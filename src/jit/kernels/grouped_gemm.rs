@@ -7,18 +7,31 @@ use bytemuck::{Pod, Zeroable};
 use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
-    ACTIVATION, BASE, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED, STORE,
-    WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED,
+    STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
 const MMA: KernelSource = KernelSource {
     name: "grouped_gemm_mma",
     main: include_str!("../../../kernels/grouped_gemm_mma.cu"),
-    headers: &[ACTIVATION, BASE, EXPERTS, NVFP4, REQUANTISE, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, NVFP4, REQUANTISE, STORE, WEIGHTS],
 };
-const WGMMA_HEADERS: &[Header] =
-    &[ACTIVATION, BASE, EXPERTS, GATHER, HOPPER, IMAGE, NVFP4, REQUANTISE, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES];
+const WGMMA_HEADERS: &[Header] = &[
+    ACTIVATION,
+    BASE,
+    EXPERT,
+    EXPERTS,
+    GATHER,
+    HOPPER,
+    IMAGE,
+    NVFP4,
+    REQUANTISE,
+    STORE,
+    WEIGHTS,
+    WGMMA_EPILOGUE,
+    WGMMA_TILES,
+];
 const WGMMA: KernelSource = KernelSource {
     name: "grouped_gemm_wgmma",
     main: include_str!("../../../kernels/grouped_gemm_wgmma.cu"),
@@ -27,12 +40,12 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
 };
 const PERMUTE: KernelSource = KernelSource {
     name: "permute",
     main: include_str!("../../../kernels/permute.cu"),
-    headers: &[BASE, EXPERTS, GATHER, IMAGE, WEIGHTS],
+    headers: &[BASE, EXPERT, EXPERTS, GATHER, IMAGE, WEIGHTS],
 };
 
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
@@ -46,7 +59,7 @@ pub const ROW_STEP_BYTES: u32 = STEP_K * 2;
 /// Rows of a group of the image that `gather_tokens` writes: an expert's rows are rounded up to it.
 pub const IMAGE_GROUP_ROWS: u32 = 8;
 
-/// One local expert, as `struct Expert` of `kernels/experts.cuh`.
+/// One local expert, as `struct Expert` of `kernels/expert.cuh`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ExpertEntry {
@@ -64,7 +77,7 @@ pub struct ExpertEntry {
     pub input_scale: f32,
 }
 
-const _: () = assert!(size_of::<ExpertEntry>() == 32, "kernels/experts.cuh has the same struct");
+const _: () = assert!(size_of::<ExpertEntry>() == 32, "kernels/expert.cuh has the same struct");
 
 /// The one argument of all kernels here.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
@@ -90,8 +103,10 @@ pub struct GroupedGemmArgs {
     pub counts: u64,
     /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
     pub barrier: u64,
-    /// Address of two u32, zero before the first launch that uses them: tiles that wgmma schedules have given out.
+    /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
     pub given_out: u64,
+    /// Address of a u32: rows of all these experts, where only the device knows them; 0 elsewhere.
+    pub num_rows: u64,
     /// Multiplies every token value.
     pub token_scale: f32,
     /// Local experts.
@@ -211,9 +226,6 @@ impl GroupedGemm {
     }
 }
 
-/// Up to so many rows a tile FC1 gathers: the sums of 256 leave no registers to a warpgroup that does.
-const MAX_GATHERING_ROWS: u32 = 128;
-
 /// Warps that share K in the small schedule, and the most steps of one of its slots.
 const SMALL_WARPS: u32 = 8;
 const SMALL_SLOT_STEPS: u32 = 7;
@@ -244,8 +256,7 @@ impl Schedule {
     pub fn gathering(self) -> Gathering {
         match self {
             Self::MmaSync { .. } | Self::Small { .. } => Gathering::None,
-            Self::Wgmma { block_rows, .. } if block_rows <= MAX_GATHERING_ROWS => Gathering::Within,
-            Self::Wgmma { .. } => Gathering::Before,
+            Self::Wgmma { .. } => Gathering::Within,
         }
     }
 
@@ -262,21 +273,17 @@ impl Schedule {
         if matches!(self, Self::Wgmma { block_rows: 256, .. }) { 128 } else { 256 }
     }
 
-    /// The widths, in rows, that a tile may be computed as.
+    /// The widths that a tile may be computed as: bit i is `16 (i + 1)` rows.
     ///
-    /// NOTE: with a width more for 128 rows the compiler has no registers left for wgmma.
-    pub(super) fn widths(self) -> &'static [u32] {
-        match self {
+    /// NOTE: with a width more for 128 or 256 rows the compiler runs out of registers: wgmma is serialised, or sums spill.
+    pub(super) fn width_bits(self) -> u32 {
+        let widths: &[u32] = match self {
             Self::Wgmma { block_rows: 64, ragged: true } => &[16, 32, 48, 64],
-            Self::Wgmma { block_rows: 128, ragged: true } => &[64, 128],
-            Self::Wgmma { block_rows: 256, ragged: true } => &[32, 64, 96, 128, 160, 192, 224, 256],
-            Self::Wgmma { block_rows: 16, .. } => &[16],
-            Self::Wgmma { block_rows: 32, .. } => &[32],
-            Self::Wgmma { block_rows: 64, .. } => &[64],
-            Self::Wgmma { block_rows: 128, .. } => &[128],
-            Self::Wgmma { .. } => &[256],
-            Self::MmaSync { .. } | Self::Small { .. } => &[],
-        }
+            Self::Wgmma { block_rows: 128, ragged: true } => &[64, 96, 128],
+            Self::Wgmma { block_rows: 256, ragged: true } => &[64, 96, 128, 160, 192, 224, 256],
+            _ => &[self.block_rows().next_multiple_of(16)],
+        };
+        widths.iter().fold(0, |bits, width| bits | 1 << (width / 16 - 1))
     }
 
     /// How it is launched; the sources assert the same.
@@ -293,7 +300,7 @@ impl Schedule {
                     blocks_per_multiprocessor: if block_rows == 64 { 1 } else { 2 },
                 }
             }
-            Self::Wgmma { block_rows, .. } => {
+            Self::Wgmma { block_rows, ragged } => {
                 let tiles = if block_rows == 256 { 1 } else { 2 };
                 let is_even = gemm.fc1_steps().is_multiple_of(2) && gemm.fc2_steps().is_multiple_of(2);
                 let two_steps = gemm.weights == Weights::Nvfp4 && block_rows <= 64 && is_even;
@@ -302,7 +309,7 @@ impl Schedule {
                 let amax_bytes = if gemm.quantise && tiles == 1 { 8 * block_rows * 4 } else { 0 };
                 let ring = stages * stage_steps * (rows_bytes + 4 * tiles * step_bytes);
                 let shared_bytes = ring + tiles * rows_bytes + amax_bytes + 1024;
-                let warpgroups = if self.gathering() == Gathering::Within { 4 } else { 3 };
+                let warpgroups = if block_rows == 256 || (block_rows == 128 && ragged) { 3 } else { 4 };
                 Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
             Self::Small { block_rows } => {
@@ -353,8 +360,7 @@ impl Schedule {
             request = request.with("WEIGHT_BITS", weight_bits);
         }
         if matches!(self, Self::Wgmma { .. }) {
-            let widths = self.widths().iter().fold(0_u32, |bits, width| bits | 1 << (width / 16 - 1));
-            request = request.with("GATHERS", self.gathering() == Gathering::Within).with("WIDTHS", widths);
+            request = request.with("WIDTHS", self.width_bits());
         }
         with_activation(request, gemm.activation)
     }

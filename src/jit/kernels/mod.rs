@@ -1,12 +1,16 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
 mod ceilings;
+mod cost;
+pub mod deal;
 mod dense;
 pub mod dispatch;
 mod echo;
 mod gated;
 pub mod grouped_gemm;
+pub mod live;
 pub mod nvlink;
+mod pack;
 mod probes;
 mod schedule;
 mod topk;
@@ -15,12 +19,14 @@ pub use ceilings::{ReadAll, ReadArgs};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use echo::{EchoArgs, EchoKernel};
 pub use gated::{Gated, GatedArgs};
+pub use pack::{PackArgs, PackKernels};
 pub use probes::{ProbeArgs, ProbeVariant};
 pub use schedule::{BatchSchedules, Chooser, Family};
 pub use topk::{TopkArgs, TopkVariant};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
+use crate::config::Levels;
 use crate::dispatch::travel::{combine_form, payload_form};
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
@@ -33,7 +39,9 @@ use grouped_gemm::{GatherTokens, Gathering, GroupedGemm, Weights};
 pub fn all(arch: Arch) -> Vec<KernelRequest> {
     let products = DenseProduct::ALL.map(|product| product.request(arch));
     let around = products.into_iter().chain([DenseKernels.request(arch)]).chain(topk::all(arch));
-    let around = around.chain([nvlink::NvlinkKernels.request(arch), EchoKernel { hidden: 3584 }.request(arch)]);
+    let around = around.chain([nvlink::NvlinkKernels.request(arch), PackKernels.request(arch)]);
+    let around = around.chain([EchoKernel { hidden: 3584 }.request(arch)]);
+    let around = around.chain(replayed(arch));
     let others =
         [probes::all(arch), ceilings::all(arch), grouped_gemm::all(arch), dispatch::all(arch), gated::all(arch)];
     others.into_iter().flatten().chain(around).collect()
@@ -46,7 +54,7 @@ pub fn for_layer(problem: &Problem, decision: &LayerDecision, batch_invariant: b
     let families = if arch == Arch::Sm90a { &[Family::Wgmma, Family::MmaSync][..] } else { &[Family::MmaSync] };
     let choosers = families.iter().map(|&family| Chooser { family, batch_invariant });
     let products = choosers.flat_map(|chooser| products(problem, decision.activation, chooser, arch));
-    travel(problem, decision, arch).into_iter().chain(products).collect()
+    travel(problem, decision, Levels::Two, arch).into_iter().chain(products).collect()
 }
 
 /// The kernels of what surrounds a layer's routed experts; none where the host computes that.
@@ -57,27 +65,37 @@ pub fn around(geometry: &MoeGeometry, arch: Arch) -> Vec<KernelRequest> {
     products.into_iter().chain([DenseKernels.request(arch), topk.request(arch)]).collect()
 }
 
+/// The kernels of steps in which no host learns what comes.
+#[must_use]
+pub fn replayed(arch: Arch) -> [KernelRequest; 2] {
+    [live::Settle.request(arch), deal::DealKernel.request(arch)]
+}
+
 /// The kernels that bring a layer's tokens to its experts and rows back.
 #[must_use]
-pub fn travel(problem: &Problem, decision: &LayerDecision, arch: Arch) -> Vec<KernelRequest> {
+pub fn travel(problem: &Problem, decision: &LayerDecision, levels: Levels, arch: Arch) -> Vec<KernelRequest> {
     // Wider than any kernel: whoever packs the layer's weights says so.
     let Ok(hidden) = u32::try_from(problem.hidden) else { return Vec::new() };
-    TravelKernels {
+    let kernels = TravelKernels {
         hidden,
         payload: payload_form(decision, 1.0),
         quantise: decision.quantise_activations,
         form: combine_form(decision),
-    }
-    .requests(arch)
-    .into_iter()
-    .chain([nvlink::NvlinkKernels.request(arch)])
-    .collect()
+    };
+    let passing_on = (levels == Levels::Two).then(|| kernels.forward(arch));
+    kernels
+        .requests(arch)
+        .into_iter()
+        .chain(passing_on)
+        .chain([nvlink::NvlinkKernels.request(arch)])
+        .chain(replayed(arch))
+        .collect()
 }
 
-/// Every kernel that `chooser` may give to a layer's experts, routed and shared.
+/// Every kernel that `chooser` may give to a layer's experts, routed and shared, and what packs their weights.
 #[must_use]
 pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arch: Arch) -> Vec<KernelRequest> {
-    let mut requests = Vec::new();
+    let mut requests = vec![PackKernels.request(arch)];
     for group in problem.groups() {
         let (Ok(hidden), Ok(intermediate)) = (u32::try_from(group.hidden), u32::try_from(group.intermediate)) else {
             continue; // wider than any kernel; whoever packs such weights says so
@@ -99,6 +117,9 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
     }
     requests
 }
+
+#[cfg(test)]
+mod counts;
 
 #[cfg(test)]
 mod tests {

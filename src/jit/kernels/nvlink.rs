@@ -52,6 +52,7 @@ impl Run {
 pub struct Raise {
     pub flags: [u64; MAX_PEERS],
     pub word: u64,
+    pub live_word: u64,
     pub done: u64,
     pub num_ranks: u32,
     pub padding: u32,
@@ -78,6 +79,7 @@ pub struct NvlinkArgs {
     pub flags_at: u64,
     pub alarms_at: u64,
     pub word: u64,
+    pub live_word: u64,
     pub limit_ns: u64,
     pub hold_ns: u64,
     pub phase: u32,

@@ -6,6 +6,8 @@
 //! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
 //! another one's last tiles. Tiles of fewer rows than a schedule's take less where it is a ragged one.
 
+use super::cost::{MMA_SYNC, SMALL, TileCost, WGMMA};
+use super::deal::Candidates;
 use super::grouped_gemm::{GroupedGemm, Schedule};
 
 /// A family of schedules.
@@ -26,80 +28,12 @@ pub struct Chooser {
     pub batch_invariant: bool,
 }
 
-/// What a schedule's tiles take, a tile being a block of weights times a block of an expert's rows: measured on one H200 with
-/// Kimi K3's experts (docs/measurements/2026-12-01-h200-kernels-4.md). Integers, so that whoever adds them up gets the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TileCost {
-    /// The schedule.
-    pub schedule: Schedule,
-    /// Blocks of an expert's weights that go to multiprocessors one by one; 0 where they are cut into even shares.
-    pub weight_blocks: u32,
-    /// Of a tile, whatever its rows.
-    pub tile_ns: u32,
-    /// Of every 16 rows that it is computed as.
-    pub rows_ns: u32,
-}
-
-/// Multiprocessors of the machine that costs were measured on: a choice is not to depend on the machine that makes it.
-const NUM_MULTIPROCESSORS: u64 = 132;
-
-const fn mma_sync(block_rows: u32, tile_ns: u32) -> TileCost {
-    TileCost { schedule: Schedule::MmaSync { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
-}
-
-const fn small(block_rows: u32, tile_ns: u32) -> TileCost {
-    TileCost { schedule: Schedule::Small { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
-}
-
-const fn wgmma(block_rows: u32, ragged: bool, [tile_ns, rows_ns]: [u32; 2]) -> TileCost {
-    TileCost { schedule: Schedule::Wgmma { block_rows, ragged }, weight_blocks: 0, tile_ns, rows_ns }
-}
-
-const MMA_SYNC: [TileCost; 4] = [mma_sync(8, 296), mma_sync(16, 348), mma_sync(32, 484), mma_sync(64, 792)];
-const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
-/// Of FC1: FC2's are in proportion.
-const WGMMA: [TileCost; 8] = [
-    wgmma(16, false, [18_000, 3_500]),
-    wgmma(32, false, [18_000, 3_500]),
-    wgmma(64, false, [18_000, 3_500]),
-    wgmma(64, true, [18_500, 3_550]),
-    wgmma(128, false, [18_000, 3_550]),
-    wgmma(128, true, [18_200, 3_550]),
-    wgmma(256, false, [10_000, 2_160]),
-    wgmma(256, true, [10_200, 2_160]),
-];
-
-impl TileCost {
-    /// What all blocks of rows take together, and the longest tile: nothing is over before it is.
-    #[must_use]
-    pub fn takes_ns(&self, counts: impl Iterator<Item = usize>) -> u64 {
-        let block_rows = u64::from(self.schedule.block_rows());
-        let widths = self.schedule.widths();
-        let (mut num_blocks, mut num_rows, mut widest) = (0, 0, 0);
-        for count in counts {
-            let (full, rest) = (count as u64 / block_rows, count as u64 % block_rows);
-            let width = widths.iter().map(|width| u64::from(*width)).find(|width| rest <= *width).unwrap_or(block_rows);
-            let rest_width = if rest == 0 { 0 } else { width };
-            num_blocks += full + u64::from(rest > 0);
-            num_rows += full * block_rows + rest_width;
-            widest = widest.max(if full > 0 { block_rows } else { rest_width });
-        }
-        let [tile_ns, rows_ns] = [self.tile_ns, self.rows_ns].map(u64::from);
-        let all = num_blocks * tile_ns + num_rows / 16 * rows_ns;
-        if self.weight_blocks == 0 || num_blocks == 0 {
-            return all;
-        }
-        let longest = tile_ns + widest / 16 * rows_ns;
-        longest.max(all * u64::from(self.weight_blocks) / NUM_MULTIPROCESSORS + longest / 2)
-    }
-}
-
 /// The schedules of a batch: one an order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchSchedules {
     /// Of experts with up to `max_small_rows`.
     small: Schedule,
-    max_small_rows: usize,
+    max_small_rows: u32,
     large: Schedule,
 }
 
@@ -107,7 +41,7 @@ impl BatchSchedules {
     /// The schedule for an expert of `num_rows` rows.
     #[must_use]
     pub fn of(&self, num_rows: usize) -> Schedule {
-        if num_rows <= self.max_small_rows { self.small } else { self.large }
+        if num_rows <= self.max_small_rows as usize { self.small } else { self.large }
     }
 }
 
@@ -120,47 +54,41 @@ impl Chooser {
     /// The schedules for a batch of experts with so many rows each.
     #[must_use]
     pub fn batch(self, gemm: &GroupedGemm, counts: &[usize]) -> BatchSchedules {
+        let Candidates { max_small_rows, small, large, .. } = self.candidates(gemm);
         let counts = counts.iter().copied();
-        let max_small_rows = self.max_small_rows(gemm);
-        let is_small = |count: &usize| *count <= max_small_rows;
-        let large = fastest(&self.large(gemm), counts.clone().filter(|count| !is_small(count)));
+        let is_small = |count: &usize| *count <= max_small_rows as usize;
+        let large = fastest(&large, counts.clone().filter(|count| !is_small(count)));
         let large = large.unwrap_or_else(|| unreachable!("every family has schedules for any number of rows"));
-        let small = fastest(&self.small(gemm), counts.filter(is_small));
-        BatchSchedules { small: small.unwrap_or(large), max_small_rows, large }
+        let small = fastest(&small, counts.filter(is_small)).unwrap_or(large);
+        BatchSchedules { small, max_small_rows, large }
     }
 
-    /// The small schedules to choose from. They stream the weights of few rows faster, and add K in slices.
+    /// What [`Chooser::batch`] chooses from.
+    ///
+    /// The small schedules stream the weights of few rows faster, and add K in slices; experts whose rows do not fit one of
+    /// their tiles would be read twice.
     #[must_use]
-    pub fn small(self, gemm: &GroupedGemm) -> Vec<TileCost> {
-        let exists = |cost: &TileCost| cost.schedule.serves(gemm);
-        let is_free = self.family == Family::Wgmma && !self.batch_invariant;
-        if is_free { SMALL.into_iter().filter(exists).collect() } else { Vec::new() }
-    }
-
-    /// Rows that fit one tile of a small schedule: two would read weights twice.
-    fn max_small_rows(self, gemm: &GroupedGemm) -> usize {
-        self.small(gemm).last().map_or(0, |cost| cost.schedule.block_rows() as usize)
-    }
-
-    /// The schedules of any number of rows to choose from.
-    #[must_use]
-    pub fn large(self, gemm: &GroupedGemm) -> Vec<TileCost> {
+    pub fn candidates(self, gemm: &GroupedGemm) -> Candidates {
+        let weights = gemm.weights;
         if self.family == Family::MmaSync {
-            return MMA_SYNC.to_vec();
+            return Candidates { weights, max_small_rows: 0, small: Vec::new(), large: MMA_SYNC.to_vec() };
         }
-        let max_small_rows = self.max_small_rows(gemm);
-        let of_this = |cost: TileCost| {
-            let weight_blocks = gemm.fc1_weight_rows().div_ceil(cost.schedule.weight_rows());
-            TileCost { weight_blocks, ..cost }
-        };
-        let is_large = |cost: &TileCost| cost.schedule.block_rows() as usize > max_small_rows;
-        WGMMA.into_iter().filter(is_large).map(of_this).collect()
+        let mut small = SMALL.to_vec();
+        small.retain(|cost| !self.batch_invariant && cost.schedule.serves(gemm));
+        let max_small_rows = small.last().map_or(0, |cost| cost.schedule.block_rows());
+        let mut large = WGMMA.to_vec();
+        large.retain(|cost| cost.schedule.block_rows() > max_small_rows);
+        for cost in &mut large {
+            cost.weight_blocks = gemm.fc1_weight_rows().div_ceil(cost.schedule.weight_rows());
+        }
+        Candidates { weights, max_small_rows, small, large }
     }
 
     /// Every schedule that [`Chooser::batch`] may give.
     #[must_use]
     pub fn all(self, gemm: &GroupedGemm) -> Vec<Schedule> {
-        self.small(gemm).into_iter().chain(self.large(gemm)).map(|cost| cost.schedule).collect()
+        let Candidates { small, large, .. } = self.candidates(gemm);
+        small.into_iter().chain(large).map(|cost| cost.schedule).collect()
     }
 }
 

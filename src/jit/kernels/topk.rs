@@ -23,7 +23,9 @@ pub struct TopkArgs {
     pub idx: u64,
     /// Address of `[num_tokens, num_topk]` f32.
     pub weights: u64,
-    /// Tokens.
+    /// Address of a u32: how many tokens there are, where only the device knows; 0 elsewhere.
+    pub live_tokens: u64,
+    /// Tokens, or the most that there may be.
     pub num_tokens: u64,
 }
 

@@ -8,6 +8,7 @@ mod library;
 
 use std::ffi::{CString, c_char, c_int};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::request::KernelRequest;
@@ -115,6 +116,7 @@ impl Compiler {
     /// # Errors
     /// If the source is wrong, the architecture unknown to this compiler, or its log doesn't say what the kernels use.
     pub fn compile(&self, request: &KernelRequest) -> Result<Compiled, NvrtcError> {
+        NUM_COMPILED.fetch_add(1, Ordering::Relaxed);
         let started = Instant::now();
         let headers: Vec<(&str, &str)> = request.source.headers.iter().map(|h| (h.name, h.text)).collect();
         // A fixed name: a file's own would go into the code's line information.
@@ -136,6 +138,15 @@ impl Compiler {
         };
         Ok(Compiled { cubin, usage, log, elapsed: started.elapsed() })
     }
+}
+
+/// Compilations that this process has begun.
+static NUM_COMPILED: AtomicU64 = AtomicU64::new(0);
+
+/// How many kernels' sources this process has compiled, or tried to.
+#[must_use]
+pub fn num_compiled() -> u64 {
+    NUM_COMPILED.load(Ordering::Relaxed)
 }
 
 /// `NVRTC_ERROR_INVALID_OPTION`.

@@ -45,6 +45,7 @@ impl Made {
             identities: vec![format!("lockstep.simd.{}.nvfp4", self.name)],
             dense: Vec::new(),
             why: "preferred by backend auto".to_owned(),
+            no_cuda_graph: None,
         }
     }
 
@@ -56,6 +57,7 @@ impl Made {
         let of_layer = |layer: u32| {
             serde_json::json!({
                 "layer": layer, "first_expert": own.start, "rows_per_expert": rows, "chunks": 1, "device_waits": 0,
+                "graph_captures": 0, "graph_replays": 0,
                 "tactics": [],
                 "fc1_input": quant, "fc2_input": quant, "slots": rows.iter().sum::<u64>(), "num_not_finite": 0, "num_steps_off": 0,
             })
@@ -69,7 +71,7 @@ impl Made {
         let bytes_to: Vec<u64> = (0..self.num_ranks).map(|to| 1000 * (1 + to as u64)).collect();
         serde_json::from_value(serde_json::json!({
             "rank": rank, "host": format!("{}-{}", self.name, rank / 8), "num_tokens": 3, "num_threads": 1,
-            "bytes_read": {"experts": 1, "replicated": 2}, "weight_bytes": 3, "planned_bytes": 4, "peak_rss_bytes": 5,
+            "bytes_read": {"experts": 1, "replicated": 2}, "load_experts_s": 0.5, "weight_bytes": 3, "planned_bytes": 4, "peak_rss_bytes": 5,
             "rows_sent": 6, "rows_received": 7, "dispatch_bytes_sent": 8, "links": LinkBytes::default(), "bytes_to": bytes_to, "step_collectives": 9,
             "launches": (0..self.num_layers).map(launch).collect::<Vec<_>>(),
             "layers": (0..self.num_layers).map(of_layer).collect::<Vec<_>>(),

@@ -49,8 +49,10 @@ pub struct Descriptor {
     pub max_num_nodes: Option<u32>,
     /// What may carry its tokens, the best first.
     pub transports: Vec<Transport>,
-    /// Its ranks can pass tokens on to others of their node.
-    pub forwards: bool,
+    /// Ranks of a world in which they can pass tokens on to others of their node; absent: they can't.
+    pub forwards: Option<Limits>,
+    /// `auto` has them do so where less crosses; otherwise it is done where it is asked for by name.
+    pub forwards_unasked: bool,
     /// Forms in which it takes tokens.
     pub payloads: Vec<Payload>,
     /// Forms in which it gives rows back.

@@ -60,6 +60,7 @@ impl Descriptor {
             max_num_nodes,
             transports,
             forwards,
+            forwards_unasked,
             payloads,
             combine_dtypes,
             batch_invariant,
@@ -83,7 +84,8 @@ impl Descriptor {
             ("max_tensor_parallel", other.max_tensor_parallel <= *max_tensor_parallel),
             ("max_num_nodes", nodes(&other.max_num_nodes) <= nodes(max_num_nodes)),
             ("transports", other.transports.iter().all(|transport| transports.contains(transport))),
-            ("forwards", *forwards || !other.forwards),
+            ("forwards", other.forwards.is_none_or(|theirs| forwards.is_some_and(|ours| ours.covers(theirs)))),
+            ("forwards_unasked", *forwards_unasked || !other.forwards_unasked),
             ("payloads", other.payloads.iter().all(|payload| payloads.contains(payload))),
             ("combine_dtypes", other.combine_dtypes.iter().all(|dtype| combine_dtypes.contains(dtype))),
             ("batch_invariant", *batch_invariant || !other.batch_invariant),
@@ -163,8 +165,11 @@ mod tests {
 
     #[test]
     fn an_instance_may_not_add() {
-        let narrowed = simd().narrow(|d| d.forwards = false).unwrap();
-        assert_eq!(narrowed.narrow(|d| d.forwards = true).unwrap_err().fields, ["forwards"]);
+        let narrowed = simd().narrow(|d| d.forwards = Some(Limits::between(1, 8))).unwrap();
+        assert_eq!(narrowed.narrow(|d| d.forwards = simd().forwards).unwrap_err().fields, ["forwards"]);
+        let narrowed = narrowed.narrow(|d| (d.forwards, d.forwards_unasked) = (None, false)).unwrap();
+        let widened = narrowed.narrow(|d| (d.forwards, d.forwards_unasked) = (Some(Limits::between(1, 8)), true));
+        assert_eq!(widened.unwrap_err().fields, ["forwards", "forwards_unasked"]);
         type Edit = fn(&mut Descriptor);
         let edits: [(&str, Edit); 10] = [
             ("identity", |d| d.identity.quant = Quant::None),

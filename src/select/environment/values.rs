@@ -90,6 +90,23 @@ impl fmt::Display for InstructionSet {
     }
 }
 
+/// A name that is no instruction set.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{found}` is not an instruction set; write scalar, avx2 or avx512")]
+pub struct UnknownInstructionSet {
+    /// What was written.
+    pub found: String,
+}
+
+impl FromStr for InstructionSet {
+    type Err = UnknownInstructionSet;
+
+    fn from_str(text: &str) -> Result<Self, UnknownInstructionSet> {
+        let found = || UnknownInstructionSet { found: text.to_owned() };
+        Self::ALL.into_iter().find(|set| set.name() == text).ok_or_else(found)
+    }
+}
+
 /// A GPU's compute capability: `9.0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ComputeCapability {

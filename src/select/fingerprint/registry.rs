@@ -17,6 +17,7 @@ pub(super) fn add(fields: &mut Fields, registry: &Registry) {
             auto_from_num_ranks,
             shares_gpus,
             max_num_nodes,
+            forwards,
             reads_node_layout,
         } = descriptor;
         let path = |field: &str| format!("registry.transport.{transport}.{field}");
@@ -24,6 +25,7 @@ pub(super) fn add(fields: &mut Fields, registry: &Registry) {
         fields.add(path("auto_from_num_ranks"), *auto_from_num_ranks);
         fields.add(path("shares_gpus"), *shares_gpus);
         fields.add(path("max_num_nodes"), *max_num_nodes);
+        fields.add(path("forwards"), *forwards);
         fields.add(path("reads_node_layout"), *reads_node_layout);
     }
 }
@@ -48,6 +50,7 @@ fn add_descriptor(fields: &mut Fields, descriptor: &Descriptor) {
         max_num_nodes,
         transports,
         forwards,
+        forwards_unasked,
         payloads,
         combine_dtypes,
         batch_invariant,
@@ -71,7 +74,8 @@ fn add_descriptor(fields: &mut Fields, descriptor: &Descriptor) {
     add("max_tensor_parallel", (*max_tensor_parallel).into());
     add("max_num_nodes", (*max_num_nodes).into());
     add("transports", Value::list(transports));
-    add("forwards", (*forwards).into());
+    add("forwards", forwards.map(|ranks| ranks.to_string()).into());
+    add("forwards_unasked", (*forwards_unasked).into());
     add("payloads", Value::set(payloads));
     add("combine_dtypes", Value::set(combine_dtypes));
     add("batch_invariant", (*batch_invariant).into());

@@ -38,6 +38,8 @@ impl Registry {
             shares_gpus: transport != Transport::Nccl,
             // GPUs map each other's memory on one host.
             max_num_nodes: if transport == Transport::Nvlink { Some(1) } else { None },
+            // Tokens are stored where they are read, which is once a rank.
+            forwards: transport != Transport::Nvlink,
             reads_node_layout: false,
         };
         let host = transport(Transport::Host, BTreeMap::new(), 1);
@@ -57,6 +59,9 @@ impl Registry {
 
 /// The oldest NCCL whose communicators are made without blocking and read their settings by size.
 pub const OLDEST_NCCL: &str = "2.18";
+
+/// The most ranks that pass tokens on between GPUs: what has come through others is read in as many runs.
+pub const MAX_FORWARDING_GPUS: usize = 64;
 
 /// `auto` leaves it to those who name it.
 const NVLINK_UNASKED_FROM: usize = usize::MAX;
@@ -83,7 +88,11 @@ fn gpu(technique: &'static str, quant: Quant, compute_capabilities: &[Capability
     let libraries = BTreeMap::from([(Library::Driver, None)]);
     // NCCL goes from GPU to GPU: a rank that computes on its cores has none to go through.
     let transports = vec![Transport::Nvlink, Transport::Nccl, Transport::Host];
-    Descriptor { transports, forwards: false, ..grouped_gemm(technique, quant, (target, libraries)) }
+    let forwards = Some(Limits::between(1, MAX_FORWARDING_GPUS));
+    // `auto` leaves two levels between GPUs to those who name them: on no two hosts with GPUs have they been timed, and a chunk
+    // has one exchange more.
+    let forwards_unasked = false;
+    Descriptor { transports, forwards, forwards_unasked, ..grouped_gemm(technique, quant, (target, libraries)) }
 }
 
 /// All techniques compute rows alike, so that shapes matter only as far as NVFP4's blocks go.
@@ -118,7 +127,8 @@ fn grouped_gemm(
         max_tensor_parallel: 1,
         max_num_nodes: None,
         transports: vec![Transport::Host],
-        forwards: true,
+        forwards: Some(Limits::from(1)),
+        forwards_unasked: true,
         payloads,
         combine_dtypes: vec![CombineDtype::F32, CombineDtype::Bf16],
         batch_invariant: true,

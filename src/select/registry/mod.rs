@@ -10,7 +10,7 @@ use super::identity::{Identity, Part};
 use crate::config::Transport;
 
 use crate::exit::{Classify, Exit};
-pub use builtin::OLDEST_NCCL;
+pub use builtin::{MAX_FORWARDING_GPUS, OLDEST_NCCL};
 
 /// The family that chooses freely.
 pub const AUTO: &str = "auto";
@@ -80,6 +80,8 @@ pub struct TransportDescriptor {
     pub shares_gpus: bool,
     /// Hosts that it connects at most; absent: any number.
     pub max_num_nodes: Option<u32>,
+    /// It carries tokens that are passed on in their node.
+    pub forwards: bool,
     /// What it does depends on which ranks share a host: then ranks must agree on that too.
     pub reads_node_layout: bool,
 }

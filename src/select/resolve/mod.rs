@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::candidate::{Candidate, Inquiry};
 use super::deployment::DeploymentFacts;
+use super::descriptor::Descriptor;
 use super::environment::{Environment, InstructionSet};
 use super::identity::Identity;
 use super::joint::Joint;
@@ -252,6 +253,11 @@ fn choose(problem: &Problem, inquiry: Inquiry<'_>) -> Result<Verdict, Box<Layers
         Request::Family(family) => Why::Family(family),
         Request::Pin { query, .. } => Why::Pinned(query.clone()),
     };
-    let can_forward = registry.descriptor(winner.identity).is_some_and(|descriptor| descriptor.forwards);
-    Ok(Verdict { winner, transport, levels: deployment.levels(can_forward), why, others, refused })
+    let forwards_unasked = |descriptor: &Descriptor| {
+        descriptor.forwards_unasked
+            && descriptor.forwards.is_some_and(|limits| limits.contains(deployment.num_ranks()))
+            && registry.transport(transport).is_some_and(|known| known.forwards)
+    };
+    let levels = deployment.levels(registry.descriptor(winner.identity).is_some_and(forwards_unasked));
+    Ok(Verdict { winner, transport, levels, why, others, refused })
 }

@@ -4,7 +4,7 @@ use super::super::environment::Fact;
 use super::super::fingerprint::diff;
 use super::super::*;
 use super::worlds::{deployment, gb300, h200, host, hosts, k3, qwen3, registry, small_geometry};
-use crate::config::{self, Activations, Device, Levels};
+use crate::config::{self, Activations, Device, Levels, Transport};
 use crate::exit::{Classify, Exit};
 use crate::ids::{LayerIdx, Rank};
 
@@ -54,21 +54,42 @@ fn case_e2_a_setting_of_one_host_is_named_with_each_ranks_value() {
     insta::assert_snapshot!("case_e2", text.join("\n"));
 }
 
-/// What runs on GPUs sends straight to each rank: `auto` leaves it at that, and asking for more is refused.
+/// `auto` leaves ranks that drive GPUs at one level, and two are theirs to ask for, but not of stores into other ranks' memory, nor
+/// of more ranks than what arrives is read from.
 #[test]
 fn two_levels_are_chosen_only_where_tokens_can_be_passed_on() {
-    let nodes = |device, levels| {
-        let facts = DeploymentFacts { node_of_rank: vec![0, 0, 1, 1], levels, ..deployment(4, device, "auto") };
+    let world = |transport, device, levels, node_of_rank: Vec<u32>| {
+        let num_ranks = node_of_rank.len();
+        let facts = deployment(num_ranks, device, "auto");
+        let facts = DeploymentFacts { node_of_rank, levels, transport, ..facts };
         let rank = if device == Device::Gpu { h200() } else { host(InstructionSet::Avx2) };
-        resolve(&[k3(1)], &facts, &vec![rank; 4], &Registry::builtin())
+        resolve(&[k3(1)], &facts, &vec![rank; num_ranks], &Registry::builtin())
     };
+    let nodes = |device, levels| world(Transport::Auto, device, levels, vec![0, 0, 1, 1]);
     let levels = |device, levels| nodes(device, levels).unwrap().layers[0].levels;
     assert_eq!(levels(Device::Cpu, Levels::Auto), Levels::Two);
     assert_eq!(levels(Device::Cpu, Levels::One), Levels::One);
     assert_eq!(levels(Device::Gpu, Levels::Auto), Levels::One);
-    let error = nodes(Device::Gpu, Levels::Two).unwrap_err();
-    let wanted = "topology: sends tokens straight to their ranks; dispatch.levels is two: set it to auto or one";
-    assert!(error.to_string().contains(wanted), "{error}");
+    let text = nodes(Device::Gpu, Levels::Two).unwrap().to_string();
+    assert!(text.contains(" over nccl in two levels, preferred by backend auto"), "{text}");
+    let refused = [
+        (
+            Transport::Nvlink,
+            vec![0, 0, 0],
+            "topology: for transport nvlink: stores tokens straight where they are read",
+        ),
+        (
+            Transport::Auto,
+            (0..65).map(|rank| rank / 8).collect(),
+            "topology: passes tokens on among 1 to 64 ranks; the world has 65",
+        ),
+    ];
+    for (transport, node_of_rank, wanted) in refused {
+        let one = world(transport, Device::Gpu, Levels::Auto, node_of_rank.clone()).unwrap();
+        assert_eq!(one.layers[0].levels, Levels::One);
+        let error = world(transport, Device::Gpu, Levels::Two, node_of_rank).unwrap_err().to_string();
+        assert!(error.contains(wanted) && error.contains("dispatch.levels is two: set it to auto or one"), "{error}");
+    }
     let text = nodes(Device::Cpu, Levels::Two).unwrap().to_string();
     assert!(text.contains(" over host in two levels, preferred by backend auto"), "{text}");
 }

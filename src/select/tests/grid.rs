@@ -129,7 +129,8 @@ fn admits_group(d: &Descriptor, problem: &Problem, deployment: &DeploymentFacts,
     let topk = d.num_topk.min <= problem.num_topk && problem.num_topk <= d.num_topk.max.unwrap_or(problem.num_topk);
     let travels = (deployment.payload == Payload::Auto || d.payloads.contains(&deployment.payload))
         && (deployment.combine_dtype == CombineDtype::Auto || d.combine_dtypes.contains(&deployment.combine_dtype))
-        && (deployment.levels != Levels::Two || d.forwards);
+        && (deployment.levels != Levels::Two
+            || d.forwards.is_some_and(|ranks| ranks.max.is_none_or(|max| deployment.num_ranks() <= max)));
     shapes
         && d.activations.contains(&problem.activation)
         && (d.bias || !problem.has_bias)
@@ -215,6 +216,7 @@ fn admits(
         (deployment.transport == Transport::Auto || deployment.transport == *transport)
             && (distinct_gpus || known.shares_gpus)
             && known.max_num_nodes.is_none_or(|max| deployment.num_nodes() <= max as usize)
+            && (known.forwards || deployment.levels != Levels::Two)
             && ranks.iter().all(|rank| {
                 libraries.iter().all(|(library, needed)| has_library(rank.libraries.get(*library), *needed))
             })

@@ -70,6 +70,7 @@ pub(crate) fn registry() -> Registry {
         auto_from_num_ranks: 1,
         shares_gpus: true,
         max_num_nodes: None,
+        forwards: true,
         reads_node_layout: true,
     });
     Registry::new(descriptors, transports).unwrap()
@@ -93,7 +94,8 @@ fn gpu(technique: &'static str, quant: Quant, compute_capabilities: Vec<Capabili
         max_tensor_parallel: 1,
         max_num_nodes: None,
         transports: vec![Transport::Nccl, Transport::Host],
-        forwards: false,
+        forwards: None,
+        forwards_unasked: false,
         payloads: vec![Payload::Bf16],
         combine_dtypes: vec![CombineDtype::Bf16],
         batch_invariant: true,

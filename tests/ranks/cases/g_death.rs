@@ -10,7 +10,7 @@
 //! | (d) panic in mid-dispatch | the same, stages `dispatch`, `experts`, `combine` |
 //! | (e) panic in a worker thread | the same, `panic_thread` |
 //! | (f) an `Err` is returned | `g5_a_rank_fails` |
-//! | `kill -9`, `kill -SEGV` | `g5_a_rank_is_killed` |
+//! | `kill -9`, `kill -SEGV` | `g5_a_rank_is_killed`; over and over, `g5_a_hundred_kills_*` |
 //! | (g) a libcuda that lacks a symbol, on one rank | `g5_g_a_driver_that_lacks_a_function_on_one_rank` |
 
 use std::time::Duration;
@@ -92,6 +92,32 @@ fn g5_a_rank_is_killed() {
             assert_eq!(outcome.error_messages(), Vec::<String>::new(), "{fault}: {}", outcome.printed());
         }
     }
+}
+
+/// A hundred times: no job hangs, keeps a process (the launcher of these tests looks for them) or writes an output, and the
+/// run behind them starts as if nothing had been.
+fn a_hundred_kills(stage: &str) {
+    let scene = Scene::new("timeouts: {step_s: 4}");
+    for number in 0..100 {
+        let outcome = scene.run(mpirun(2)).env("LOCKSTEP_FAULT", &format!("{}:{stage}:kill", number % 2)).run();
+        let printed = || format!("kill {number}: {}", outcome.printed());
+        assert!(outcome.elapsed < LIMIT, "{}", printed());
+        assert_eq!(outcome.code, 137, "{}", printed());
+        assert_eq!(scene.sha256(), None, "{}", printed());
+        assert_eq!(scene.left_over(), Vec::<String>::new(), "{}", printed());
+    }
+    scene.run(mpirun(2)).run().expect_code(0);
+    assert!(scene.sha256().is_some());
+}
+
+#[test]
+fn g5_a_hundred_kills_in_mid_dispatch() {
+    a_hundred_kills("dispatch");
+}
+
+#[test]
+fn g5_a_hundred_kills_in_mid_combine() {
+    a_hundred_kills("combine");
 }
 
 /// The launcher passes on how its ranks ended.

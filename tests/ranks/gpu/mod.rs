@@ -10,10 +10,13 @@
 mod bits;
 mod cache;
 mod cases;
+mod counts;
+mod graphs;
 mod hazards;
 mod layers;
 mod limits;
 mod nvlink;
+mod two_levels;
 
 use crate::support::compare::{Tolerance, assert_rows};
 use crate::support::gpu::GPU_BACKENDS;

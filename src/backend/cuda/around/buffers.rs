@@ -2,16 +2,36 @@
 
 use rayon::prelude::*;
 
-use super::super::dense::{DenseRows, DenseTools, upper_half};
+use super::super::dense::{DenseRows, DenseTools, RowCount, upper_half};
 use super::BackendError;
 use crate::cuda::{Device, DeviceBuffer, Event, PinnedBuffer};
 use crate::gpu::grow;
 use crate::numerics::nvfp4::QuantCounts;
 use crate::routing::TopK;
 
+/// What a step's kernels are launched for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// Tokens that launches are made for.
+    pub rows: usize,
+    /// Tokens that buffers have room for, at least as many.
+    pub room: usize,
+    /// Address of a u32 on the device: how many of `rows` there are; 0: all.
+    pub live_tokens: u64,
+}
+
+impl Extent {
+    /// So many tokens, and no others.
+    #[must_use]
+    pub const fn exactly(num_tokens: usize) -> Self {
+        Self { rows: num_tokens, room: num_tokens, live_tokens: 0 }
+    }
+}
+
 /// What layers of a session have on the device in a step, one after the other; it grows as steps need it.
 pub struct AroundBuffers {
     pub(super) num_tokens: usize,
+    pub(super) extent: Extent,
     /// bf16 `[num_parts, num_tokens, hidden]`: one part, or three that hold all bits of f32 values.
     pub(super) hidden: DeviceBuffer<u16>,
     pub(super) num_parts: usize,
@@ -34,6 +54,8 @@ pub struct AroundBuffers {
     pub(in super::super) inner: DeviceBuffer<u16>,
     /// 0, 1, 2, ...: the token of each of the shared experts' rows
     pub(super) row_token: DeviceBuffer<u32>,
+    /// `[2]` where they start and end, of the tokens that there are
+    pub(super) shared_offsets: DeviceBuffer<u32>,
     /// `[2]` block scales that saturated and that became 0
     pub(super) counts: DeviceBuffer<u64>,
     host: Host,
@@ -60,6 +82,7 @@ impl AroundBuffers {
         let device = gpu.device();
         Ok(Self {
             num_tokens: 0,
+            extent: Extent::exactly(0),
             hidden: DeviceBuffer::uninitialised(device, 0)?,
             num_parts: 1,
             plain: DeviceBuffer::uninitialised(device, 0)?,
@@ -74,6 +97,7 @@ impl AroundBuffers {
             products: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
             row_token: DeviceBuffer::uninitialised(device, 0)?,
+            shared_offsets: DeviceBuffer::zeroed(gpu.stream(), 2)?,
             counts: DeviceBuffer::zeroed(gpu.stream(), 2)?,
             host: Host {
                 bf16: PinnedBuffer::zeroed(device, 0)?,
@@ -111,14 +135,34 @@ impl AroundBuffers {
     /// # Panics
     /// If they are no whole rows, which is a bug of the caller.
     pub fn upload(&mut self, tools: &DenseTools, hidden: &[f32], width: usize) -> Result<(), BackendError> {
+        self.upload_within(tools, (hidden, width), Extent::exactly(hidden.len() / width))
+    }
+
+    /// The same for launches that serve any number of tokens. What `extent.live_tokens` points to holds theirs by now.
+    ///
+    /// # Errors
+    /// If there is no room for them.
+    ///
+    /// # Panics
+    /// If they are no whole rows, or more than the extent, which is a bug of the caller.
+    pub fn upload_within(
+        &mut self,
+        tools: &DenseTools,
+        (hidden, width): (&[f32], usize),
+        extent: Extent,
+    ) -> Result<(), BackendError> {
         assert!(hidden.len().is_multiple_of(width), "hidden states are whole rows");
+        assert!(hidden.len() <= extent.rows * width && extent.rows <= extent.room, "tokens fit what is launched");
         let (stream, device) = (tools.gpu().stream(), tools.gpu().device());
         let are_bf16 = hidden.par_iter().all(|value| value.to_bits() & 0xffff == 0);
         self.num_tokens = hidden.len() / width;
+        self.extent = extent;
         self.num_parts = if are_bf16 { 1 } else { 3 };
-        self.has_plain = !are_bf16;
+        self.restart();
+        let offsets = [0, u32::try_from(self.num_tokens).unwrap_or(u32::MAX)];
+        tools.gpu().upload(&mut self.shared_offsets, 0, &offsets)?;
         self.host.uploaded.synchronise()?;
-        grow(&mut self.hidden, self.num_parts * hidden.len())?;
+        grow(&mut self.hidden, self.num_parts * extent.room * width)?;
         if are_bf16 {
             pin(&mut self.host.bf16, device, hidden.len())?;
             let staged = &mut self.host.bf16[..hidden.len()];
@@ -127,7 +171,7 @@ impl AroundBuffers {
             unsafe { self.hidden.upload_pinned(stream, 0, staged)? };
         } else {
             pin(&mut self.host.f32, device, hidden.len())?;
-            grow(&mut self.plain, hidden.len())?;
+            grow(&mut self.plain, extent.room * width)?;
             self.host.f32[..hidden.len()].copy_from_slice(hidden);
             // SAFETY: as above.
             unsafe { self.plain.upload_pinned(stream, 0, &self.host.f32[..hidden.len()])? };
@@ -135,6 +179,22 @@ impl AroundBuffers {
             unsafe { tools.split(self.plain.address(), self.rows(), width)? };
         }
         Ok(self.host.uploaded.record(stream)?)
+    }
+
+    /// What was uploaded is there and nothing else, so that the same work may be queued once more.
+    pub fn restart(&mut self) {
+        self.has_plain = self.num_parts == 3;
+    }
+
+    /// Says how many slots a token has that work chooses which was recorded before.
+    pub fn set_num_topk(&mut self, num_topk: usize) {
+        self.num_topk = num_topk;
+    }
+
+    /// Whether hidden states were uploaded as bf16.
+    #[must_use]
+    pub fn are_bf16(&self) -> bool {
+        self.num_parts == 1
     }
 
     /// Takes experts and weights from outside, of as many tokens as were uploaded. The step before has to be over.
@@ -147,8 +207,8 @@ impl AroundBuffers {
         self.num_topk = topk.num_topk;
         pin(&mut self.host.ids, device, num_slots)?;
         pin(&mut self.host.weights, device, num_slots)?;
-        grow(&mut self.ids, num_slots)?;
-        grow(&mut self.weights, num_slots)?;
+        grow(&mut self.ids, self.extent.room * topk.num_topk)?;
+        grow(&mut self.weights, self.extent.room * topk.num_topk)?;
         self.host.ids[..num_slots].copy_from_slice(&topk.idx);
         self.host.weights[..num_slots].copy_from_slice(&topk.weights);
         // SAFETY: nothing writes the staged values but `queue_results`, behind this, and the next step's calls, before which the
@@ -205,8 +265,18 @@ impl AroundBuffers {
         self.num_tokens
     }
 
+    /// What launches are made for.
+    #[must_use]
+    pub fn extent(&self) -> Extent {
+        self.extent
+    }
+
+    pub(in super::super) fn count(&self) -> RowCount {
+        RowCount { most: self.extent.rows, live: self.extent.live_tokens }
+    }
+
     pub(super) fn rows(&self) -> DenseRows {
-        DenseRows { address: self.hidden.address(), num_parts: self.num_parts, num_rows: self.num_tokens }
+        DenseRows { address: self.hidden.address(), num_parts: self.num_parts, count: self.count() }
     }
 
     pub(in super::super) fn first_part(&self) -> DenseRows {
@@ -215,8 +285,8 @@ impl AroundBuffers {
 
     /// Numbers the shared experts' rows.
     pub(super) fn number_rows(&mut self, tools: &DenseTools) -> Result<(), BackendError> {
-        if self.row_token.len() < self.num_tokens {
-            let numbers: Vec<u32> = (0..u32::try_from(self.num_tokens).unwrap_or(u32::MAX)).collect();
+        if self.row_token.len() < self.extent.room {
+            let numbers: Vec<u32> = (0..u32::try_from(self.extent.room).unwrap_or(u32::MAX)).collect();
             self.row_token = DeviceBuffer::from_slice(tools.gpu().stream(), &numbers)?;
         }
         Ok(())

@@ -166,7 +166,16 @@ impl<'a> Compared<'a> {
         for layers in &self.transports {
             let transport = &layers[drawn.layer];
             let Tokens { values, ids, weights } = &self.tokens;
-            let tokens = DeviceTokens { values, ids, weights, tokens: start..start + num_tokens, num_topk, step };
+            let tokens = DeviceTokens {
+                values,
+                ids,
+                weights,
+                tokens: start..start + num_tokens,
+                num_topk,
+                step,
+                chunk: 0,
+                live_tokens: 0,
+            };
             let handle = transport.dispatch(world, &mut self.buffers, &tokens, most)?;
             self.echo.queue(&mut self.buffers, &handle)?;
             transport.combine(world, &mut self.buffers, &handle, (&tokens, most), &mut self.out)?;

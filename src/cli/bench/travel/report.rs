@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
+use super::super::markdown;
 use super::super::rows::RowForm;
 
 /// What was timed.
@@ -84,22 +84,9 @@ impl fmt::Display for TravelReport {
             self.num_ranks, self.device, self.hidden, self.num_experts, self.num_topk, self.payload, self.repeats
         )?;
         writeln!(f, "bytes = rows to other ranks * bytes of a row, with its ids and weights; GB/s = bytes / time")?;
-        let mut table = Table::new();
-        table.load_style(presets::ASCII_MARKDOWN);
-        table.set_header([
-            "routing",
-            "tokens",
-            "transport",
-            "dispatch us",
-            "MB",
-            "GB/s",
-            "combine us",
-            "MB",
-            "GB/s",
-            "bits",
-        ]);
-        for row in &self.rows {
-            table.add_row([
+        let head = ["routing", "tokens", "transport", "dispatch us", "MB", "GB/s", "combine us", "MB", "GB/s", "bits"];
+        let rows = self.rows.iter().map(|row| {
+            [
                 row.form.to_string(),
                 row.tokens.to_string(),
                 row.transport.to_owned(),
@@ -110,11 +97,9 @@ impl fmt::Display for TravelReport {
                 format!("{:.3}", row.combine_bytes / 1e6),
                 format!("{:.1}", row.combine_gbyte_per_s),
                 if row.is_alike { "alike" } else { "DIFFER" }.to_owned(),
-            ]);
-        }
-        for column in table.column_iter_mut().take(9).skip(3) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+            ]
+        });
+        let table = markdown::table(&head, &[0, 2, 9], rows);
         write!(f, "{table}")
     }
 }

@@ -359,7 +359,12 @@ fn of_the_registry() -> Vec<Single> {
         }),
         single("hosts served", &["registry.*.max_num_nodes"], |i| first_descriptor(i, |d| d.max_num_nodes = Some(64))),
         single("order of transports", &["registry.*.transports"], |i| first_descriptor(i, |d| d.transports.reverse())),
-        single("passing tokens on", &["registry.*.forwards"], |i| first_descriptor(i, |d| d.forwards = true)),
+        single("passing tokens on", &["registry.*.forwards"], |i| {
+            first_descriptor(i, |d| d.forwards = Some(Limits::between(1, 64)));
+        }),
+        single("passing tokens on unasked", &["registry.*.forwards_unasked"], |i| {
+            first_descriptor(i, |d| d.forwards_unasked = true);
+        }),
         single("payloads served", &["registry.*.payloads"], |i| {
             first_descriptor(i, |d| d.payloads.push(Payload::F32));
         }),
@@ -380,6 +385,9 @@ fn of_the_registry() -> Vec<Single> {
         }),
         single("hosts that a transport connects", &["registry.transport.*.max_num_nodes"], |i| {
             transports(i, |t| t.max_num_nodes = Some(64));
+        }),
+        single("whether a transport carries what is passed on", &["registry.transport.*.forwards"], |i| {
+            transports(i, |t| t.forwards = false);
         }),
         single("what a transport reads", &["registry.transport.*.reads_node_layout"], |i| {
             transports(i, |t| t.reads_node_layout = false);

@@ -1,0 +1,255 @@
+//! Which kernel computes which experts, where the device alone knows their rows: what the host's choice
+//! ([`Chooser::batch`](super::Chooser::batch)) is, as plain data that `kernels/deal.cu` follows, and the same on the host, which
+//! is its oracle.
+//!
+//! All kernels that may run are queued before anybody knows; a list of experts is made for each, and one whose list is empty ends
+//! at once. How few may run follows from the most rows that an expert may have, hence from declared sizes alone. Which of
+//! them runs changes no bits: tiles of one order have equal ones, and the order follows from an expert's own rows.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::super::arch::Arch;
+use super::super::request::KernelRequest;
+use super::super::source::{BASE, EXPERT, KernelSource};
+use super::cost::TileCost;
+use super::grouped_gemm::Weights;
+use crate::cuda::LaunchShape;
+
+const SOURCE: KernelSource =
+    KernelSource { name: "deal", main: include_str!("../../../kernels/deal.cu"), headers: &[BASE, EXPERT] };
+
+/// The most kernels that may run: `kMaxPrograms` of `kernels/deal.cu`.
+pub const MAX_PROGRAMS: usize = 20;
+
+/// Formats of weights: `kFormats` there.
+const NUM_FORMATS: usize = 2;
+
+/// A kernel that may run, with its [`TileCost`]; see the struct of that name in `kernels/deal.cu`.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct Program {
+    pub of_class: u32,
+    pub block_rows: u32,
+    pub width_bits: u32,
+    pub weight_blocks: u32,
+    pub tile_ns: u32,
+    pub rows_ns: u32,
+}
+
+/// The kernel's one argument; see the struct of that name in `kernels/deal.cu`.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct DealArgs {
+    pub programs: [Program; MAX_PROGRAMS],
+    pub expert_offsets: u64,
+    pub experts: u64,
+    pub formats: u64,
+    pub dealt: u64,
+    pub num_rows: u64,
+    pub num_programs: u32,
+    pub num_experts: u32,
+    pub max_small_rows: [u32; NUM_FORMATS],
+}
+
+/// The kernel, which all layers share.
+#[derive(Debug, Clone, Copy)]
+pub struct DealKernel;
+
+impl DealKernel {
+    /// Its name in its module.
+    pub const FUNCTION: &'static str = "deal_experts";
+    /// How it is launched.
+    pub const SHAPE: LaunchShape = LaunchShape::rows(1, 1024);
+
+    /// What to compile.
+    #[must_use]
+    pub fn request(self, arch: Arch) -> KernelRequest {
+        KernelRequest::new(SOURCE, arch).with_arguments::<DealArgs>()
+    }
+}
+
+/// The number by which the kernel knows a format.
+#[must_use]
+pub const fn format_of(weights: Weights) -> u32 {
+    match weights {
+        Weights::Nvfp4 => 0,
+        Weights::Bf16 => 1,
+    }
+}
+
+/// The schedules that may compute the experts of one format, in the order of their tiles.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Candidates {
+    /// The format.
+    pub weights: Weights,
+    /// The most rows of an expert that are few.
+    pub max_small_rows: u32,
+    /// For few rows.
+    pub small: Vec<TileCost>,
+    /// For more; never empty.
+    pub large: Vec<TileCost>,
+}
+
+impl Candidates {
+    /// Those that are worth while for up to `max_rows` rows an expert: a tile larger than another that holds all rows is not.
+    /// What is left computes more rows too, which ids from outside that repeat an expert may bring.
+    #[must_use]
+    pub fn up_to(mut self, max_rows: usize) -> Self {
+        for tiles in [&mut self.small, &mut self.large] {
+            let rows_of_tiles = tiles.iter().map(|cost| cost.schedule.block_rows());
+            let enough = rows_of_tiles.filter(|block_rows| *block_rows as usize >= max_rows).min();
+            tiles.retain(|cost| enough.is_none_or(|enough| cost.schedule.block_rows() <= enough));
+        }
+        self
+    }
+}
+
+/// A schedule that may run for experts of one format and of one class: twice the format's number, and 1 more for many rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MayRun {
+    /// The format.
+    pub weights: Weights,
+    /// The class.
+    pub of_class: u32,
+    /// The schedule, and what it takes.
+    pub cost: TileCost,
+}
+
+/// All that may run for a group of experts.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DealTable {
+    /// What may run; at most [`MAX_PROGRAMS`].
+    pub programs: Vec<MayRun>,
+    /// The most rows that are few, by format.
+    pub max_small_rows: [u32; NUM_FORMATS],
+}
+
+impl DealTable {
+    /// Of these formats.
+    ///
+    /// # Panics
+    /// If there are more than [`MAX_PROGRAMS`], which no family has.
+    #[must_use]
+    pub fn new(formats: &[Candidates]) -> Self {
+        let mut table = Self::default();
+        for Candidates { weights, max_small_rows, small, large } in formats {
+            let (weights, format) = (*weights, format_of(*weights));
+            table.max_small_rows[format as usize] = *max_small_rows;
+            for (of_class, costs) in [(2 * format, small), (2 * format + 1, large)] {
+                table.programs.extend(costs.iter().map(|&cost| MayRun { weights, of_class, cost }));
+            }
+        }
+        assert!(table.programs.len() <= MAX_PROGRAMS, "{} programs", table.programs.len());
+        table
+    }
+
+    /// As the kernel has them.
+    #[must_use]
+    pub fn of_kernel(&self) -> [Program; MAX_PROGRAMS] {
+        let mut programs = [Program::default(); MAX_PROGRAMS];
+        for (program, MayRun { of_class, cost, .. }) in programs.iter_mut().zip(&self.programs) {
+            let TileCost { schedule, weight_blocks, tile_ns, rows_ns } = *cost;
+            let (block_rows, width_bits) = (schedule.block_rows(), schedule.width_bits());
+            *program = Program { of_class: *of_class, block_rows, width_bits, weight_blocks, tile_ns, rows_ns };
+        }
+        programs
+    }
+
+    /// Which of the programs computes each expert, of formats and rows as they are; none of an expert without rows.
+    #[must_use]
+    pub fn deal(&self, experts: impl Iterator<Item = (Weights, usize)>) -> Vec<Option<usize>> {
+        let of_class: Vec<Option<(u32, usize)>> = experts
+            .map(|(weights, num_rows)| {
+                let format = format_of(weights);
+                let is_large = num_rows > self.max_small_rows[format as usize] as usize;
+                (num_rows > 0).then_some((2 * format + u32::from(is_large), num_rows))
+            })
+            .collect();
+        let takes = |program: &MayRun| {
+            let of_program = of_class.iter().flatten().filter(|(class, _)| *class == program.of_class);
+            program.cost.takes_ns(of_program.map(|(_, rows)| *rows))
+        };
+        let takes: Vec<u64> = self.programs.iter().map(takes).collect();
+        let chosen = |class: u32| {
+            let of_class = (0..self.programs.len()).filter(|&at| self.programs[at].of_class == class);
+            of_class.min_by_key(|&at| takes[at])
+        };
+        of_class.iter().map(|share| share.and_then(|(class, _)| chosen(class))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::grouped_gemm::{GroupedGemm, Schedule};
+    use super::super::{Chooser, Family};
+    use super::*;
+    use crate::numerics::activation::Activation;
+    use proptest::prelude::*;
+
+    fn gemm(weights: Weights, hidden: u32) -> GroupedGemm {
+        let activation = Activation::Swiglu;
+        GroupedGemm { hidden, intermediate: 3072, activation, weights, quantise: false }
+    }
+
+    fn chooser() -> impl Strategy<Value = Chooser> {
+        let family = prop_oneof![Just(Family::MmaSync), Just(Family::Wgmma)];
+        (family, any::<bool>()).prop_map(|(family, batch_invariant)| Chooser { family, batch_invariant })
+    }
+
+    /// Rows of experts as routers leave them: many without any, most with few, some with very many.
+    fn rows() -> impl Strategy<Value = usize> {
+        prop_oneof![Just(0), 1usize..20, 20usize..300, 300usize..40_000]
+    }
+
+    proptest! {
+        /// Lists are the host's: each expert with the schedule that a batch of known counts gives it.
+        #[test]
+        fn every_expert_is_dealt_to_the_schedule_that_the_host_chooses(
+            chooser in chooser(),
+            hidden in prop_oneof![Just(3584u32), Just(7168)],
+            experts in prop::collection::vec((any::<bool>(), rows()), 1..60),
+        ) {
+            let weights = |is_bf16| if is_bf16 { Weights::Bf16 } else { Weights::Nvfp4 };
+            let experts: Vec<_> = experts.into_iter().map(|(is_bf16, rows)| (weights(is_bf16), rows)).collect();
+            let formats = [Weights::Nvfp4, Weights::Bf16].map(|weights| chooser.candidates(&gemm(weights, hidden)));
+            let table = DealTable::new(&formats);
+            let dealt = table.deal(experts.iter().copied());
+            for ((weights, num_rows), program) in experts.iter().zip(&dealt) {
+                let of_format = experts.iter().filter(|(known, _)| known == weights).map(|(_, rows)| *rows);
+                let batch = chooser.batch(&gemm(*weights, hidden), &of_format.collect::<Vec<_>>());
+                let wanted = (*num_rows > 0).then(|| (*weights, batch.of(*num_rows)));
+                prop_assert_eq!(program.map(|at| (table.programs[at].weights, table.programs[at].cost.schedule)), wanted);
+            }
+        }
+
+        /// With fewer candidates all are still served, in the same order over K: bits stay.
+        #[test]
+        fn a_declared_capacity_leaves_fewer_kernels_and_no_other_order(
+            chooser in chooser(),
+            max_rows in 1usize..2000,
+            rows in prop::collection::vec(rows(), 1..40),
+        ) {
+            let gemm = gemm(Weights::Nvfp4, 3584);
+            let all = chooser.candidates(&gemm);
+            let table = DealTable::new(&[all.clone().up_to(max_rows)]);
+            let whole = DealTable::new(&[all]);
+            prop_assert!(!table.programs.is_empty() && table.programs.len() <= whole.programs.len());
+            let rows: Vec<usize> = rows.into_iter().map(|rows| rows % (max_rows + 1)).collect();
+            let experts = || rows.iter().map(|rows| (Weights::Nvfp4, *rows));
+            for ((a, b), rows) in table.deal(experts()).into_iter().zip(whole.deal(experts())).zip(&rows) {
+                prop_assert_eq!(a.is_some(), *rows > 0);
+                let is_small = |table: &DealTable, at: usize| matches!(table.programs[at].cost.schedule, Schedule::Small { .. });
+                prop_assert_eq!(a.map(|at| is_small(&table, at)), b.map(|at| is_small(&whole, at)));
+            }
+        }
+    }
+
+    #[test]
+    fn few_rows_leave_few_kernels() {
+        let chooser = Chooser { family: Family::Wgmma, batch_invariant: false };
+        let num = |max_rows| DealTable::new(&[chooser.candidates(&gemm(Weights::Nvfp4, 3584)).up_to(max_rows)]);
+        assert_eq!([1, 8, 16, 32, 64, 128, 8192].map(|rows| num(rows).programs.len()), [2, 2, 3, 3, 4, 5, 6]);
+    }
+}
