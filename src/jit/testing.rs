@@ -24,5 +24,6 @@ pub fn check_hot(compiler: &Compiler, request: &KernelRequest) -> Result<(), Str
     if let Some(usage) = compiled.usage.iter().find(|usage| usage.has_local_memory()) {
         return Err(format!("{} touches local memory: {usage:?}", request.describe()));
     }
-    if compiled.log.contains("warning") { Err(format!("{}:\n{}", request.describe(), compiled.log)) } else { Ok(()) }
+    // The second is what the compiler says, as mere information, of products that wait for each other.
+    if ["warning", "Potential Performance Loss"].iter().any(|word| compiled.log.contains(word)) { Err(format!("{}:\n{}", request.describe(), compiled.log)) } else { Ok(()) }
 }

@@ -156,8 +156,9 @@ mod tests {
     fn a_batch_takes_the_tile_that_is_fastest_for_all() {
         let free = Chooser { family: Family::Wgmma, batch_invariant: false };
         let rows = |num_rows| one(free, &GEMM, num_rows);
+        let small = |block_rows| Schedule::Small { block_rows };
         assert_eq!([8, 16].map(rows), [8, 16].map(small));
-        let wgmma = |block_rows| Schedule::Wgmma { block_rows };
+        let wgmma = |block_rows| Schedule::Wgmma { block_rows, ragged: false };
         assert_eq!([17, 64, 128, 256, 1024].map(rows), [32, 64, 128, 256, 256].map(wgmma));
         assert_eq!(free.batch(&GEMM, &[60; 50]).of(60), wgmma(64));
         assert_eq!(free.batch(&GEMM, &[40, 40, 40, 8000]).of(40), wgmma(256), "one hot expert has most tiles");

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::backend::cuda;
-use crate::backend::tests::{Format, Rng, SITU, expert};
+use crate::backend::tests::{Format, Rng, SITU, assert_same_bits, expert};
 use crate::gpu::Kernels;
 use crate::numerics::activation::Activation;
 
@@ -45,20 +45,65 @@ fn lines(num_experts: usize) -> Vec<(String, Vec<usize>)> {
     lines
 }
 
+fn gpu() -> crate::gpu::Gpu {
+    crate::gpu::Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap()
+}
+
+/// A layer of equal experts, and tokens for it.
+fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (LocalLayer, Vec<u16>) {
+    let mut rng = Rng::new(5);
+    let pattern = expert(&mut rng, &spec, Format::Nvfp4);
+    let layer = LocalLayer::new(&Gpu::new(cuda::WGMMA, opened, 8).unwrap(), spec, &[pattern], size).unwrap();
+    let values = rng.normals(512 * spec.hidden).iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
+    (layer, values)
+}
+
+/// Widths that blocks of weights and stages divide and do not, and rows on both sides of every width.
+#[test]
+#[ignore = "needs a Hopper GPU and NVRTC"]
+fn gpu_tiles_of_one_order_give_equal_bits() {
+    let opened = gpu();
+    for (hidden, intermediate) in [(320, 176), (1024, 768), (144, 48)] {
+        for quantise_activations in [false, true] {
+            let spec =
+                ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: true };
+            let (layer, values) = layer(&opened, spec, LocalSize { num_experts: 40, num_sets: 1 });
+            let invariant = Chooser { family: crate::jit::kernels::Family::Wgmma, batch_invariant: true };
+            let all: BTreeSet<Schedule> = invariant.all(&layer.gemm).into_iter().collect();
+            layer.shared.programs.load(&all, &layer.gemm).unwrap();
+            let mut rng = Rng::new(9);
+            for round in 0..6 {
+                let mut counts: Vec<usize> = (0..40).map(|_| rng.below([3, 40, 140, 300, 600, 1][round])).collect();
+                counts[round] = [1, 16, 64, 257, 2000, 33][round];
+                let mut wanted: Option<Vec<f32>> = None;
+                for &schedule in &all {
+                    let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
+                    let mut work = layer.work_by(&counts, tokens, |_| schedule).unwrap();
+                    for repeat in 0..3 {
+                        work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
+                        work.check().unwrap();
+                        let out = work.buffers.out.download(layer.stream()).unwrap();
+                        assert!(out.iter().all(|value| value.is_finite()), "{schedule}");
+                        let what = format!("{hidden} x {intermediate}, {schedule}, round {round}, repeat {repeat}");
+                        assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
+                    }
+                    let given_out = work.buffers.given_out.download(layer.stream()).unwrap();
+                    assert_eq!(given_out, [0], "{schedule} leaves the count of tiles as it found it");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a Hopper GPU and NVRTC; prints what schedules take"]
 fn gpu_times_of_every_schedule() {
-    let opened = crate::gpu::Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap();
+    let opened = gpu();
     let wanted = std::env::var("LOCKSTEP_TEST_GEOMETRY").ok();
     for geometry in GEOMETRIES.iter().filter(|geometry| wanted.as_ref().is_none_or(|name| name == geometry.name)) {
         let Geometry { name, num_experts, hidden, intermediate, activation } = *geometry;
         let spec = ExpertsSpec { hidden, intermediate, activation, quantise_activations: false, batch_invariant: false };
-        let gpu = Gpu::new(cuda::WGMMA, &opened, 8).unwrap();
-        let mut rng = Rng::new(5);
-        let pattern = expert(&mut rng, &spec, Format::Nvfp4);
-        let layer = LocalLayer::new(&gpu, spec, &[pattern], LocalSize { num_experts, num_sets: NUM_SETS }).unwrap();
-        let values: Vec<u16> =
-            rng.normals(64 * hidden).iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
+        let (layer, values) = layer(&opened, spec, LocalSize { num_experts, num_sets: NUM_SETS });
         let tokens = LocalTokens { values: &values, scale: 1.0 };
         let free = Chooser { family: crate::jit::kernels::Family::Wgmma, batch_invariant: false };
         let invariant = Chooser { batch_invariant: true, ..free };
