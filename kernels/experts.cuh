@@ -18,8 +18,7 @@ struct GroupedGemmArgs {
     const u8* tokens;
     /// The image of all rows (image.cuh), which is gathered from tokens; null where the schedule reads tokens.
     u8* image;
-    /// `[num_groups]` parts of each of the image's groups of 8 rows that are there, zero before FC1 and after FC2; null where
-    /// the whole image is there before FC1.
+    /// `[num_groups]` parts of each of the image's groups of 8 rows that are there, zero before FC1 and after FC2.
     u32* gathered;
     /// FC2's input, bf16: `[num_rows, INTERMEDIATE]`, or an image.
     u8* inner;

@@ -39,7 +39,7 @@ pub struct WarmupArgs {
     /// What is compiled for: sm_80, sm_90a, sm_100a, sm_103a, sm_120a, or several; default: the GPUs that are visible.
     #[arg(long, value_name = "ARCH,...", value_delimiter = ',', value_parser = arch)]
     pub arch: Vec<Arch>,
-    /// Only kernels of these names, as in quantise,permute; default: all that the layers need.
+    /// Only kernels of these names, as in deal,topk; default: all that the layers need.
     #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
     pub kernels: Vec<String>,
     /// Where kernels go: the layer behind all ranks' directories, which can be shipped, or under a launcher the ranks' own.

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::super::BackendError;
 use crate::cuda::{Function, LaunchShape, Stream};
 use crate::gpu::Gpu;
-use crate::jit::kernels::grouped_gemm::{GatherTokens, Gathering, GroupedGemm, GroupedGemmArgs, Schedule};
+use crate::jit::kernels::grouped_gemm::{GroupedGemm, GroupedGemmArgs, Schedule};
 
 /// Makes programs of a session's kernels.
 pub(super) struct Programs {
@@ -20,11 +20,7 @@ impl Programs {
     /// Loads the kernels of schedules that will be asked for, all at once where they are compiled on demand.
     pub(super) fn load(&self, schedules: &BTreeSet<Schedule>, gemm: &GroupedGemm) -> Result<(), BackendError> {
         let arch = self.gpu.arch();
-        let mut requests: Vec<_> = schedules.iter().map(|schedule| schedule.request(gemm, arch)).collect();
-        if schedules.iter().any(|schedule| schedule.gathering() == Gathering::Before) {
-            requests.push(GatherTokens { hidden: gemm.hidden }.request(arch));
-        }
-        Ok(self.gpu.load(requests)?)
+        Ok(self.gpu.load(schedules.iter().map(|schedule| schedule.request(gemm, arch)).collect())?)
     }
 
     /// The kernels of a schedule, loaded if they are not there yet.
@@ -39,34 +35,24 @@ impl Programs {
         };
         let num_blocks = self.gpu.device().facts().num_multiprocessors * launch.blocks_per_multiprocessor;
         let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, launch.num_threads) };
-        let mut steps = match schedule {
+        let steps = match schedule {
             Schedule::Small { .. } => {
                 let shape = LaunchShape { cooperative: true, ..shape };
                 vec![Step { function: function(Schedule::FC1_FC2)?, shape }]
             }
             Schedule::MmaSync { .. } | Schedule::Wgmma { .. } => {
-                let cooperative = schedule.gathering() == Gathering::Within;
+                let cooperative = schedule.gathers();
                 let fc1 = Step { function: function(Schedule::FC1)?, shape: LaunchShape { cooperative, ..shape } };
                 vec![fc1, Step { function: function(Schedule::FC2)?, shape }]
             }
         };
-        if schedule.gathering() == Gathering::Before {
-            steps.insert(0, self.gather(gemm.hidden)?);
-        }
-        Ok(Program { gathering: schedule.gathering(), steps })
-    }
-
-    fn gather(&self, hidden: u32) -> Result<Step, BackendError> {
-        let module = self.gpu.module(GatherTokens { hidden }.request(self.gpu.arch()))?;
-        let num_blocks = self.gpu.device().facts().num_multiprocessors * 8;
-        let shape = LaunchShape::rows(num_blocks, GatherTokens::NUM_THREADS);
-        Ok(Step { function: module.function(GatherTokens::FUNCTION)?, shape })
+        Ok(Program { wants_images: schedule.gathers(), steps })
     }
 }
 
 /// What computes both products of some experts.
 pub(super) struct Program {
-    gathering: Gathering,
+    wants_images: bool,
     steps: Vec<Step>,
 }
 
@@ -78,7 +64,7 @@ struct Step {
 impl Program {
     /// Whether rows and FC2's input are images (`kernels/image.cuh`).
     pub(super) fn wants_images(&self) -> bool {
-        self.gathering != Gathering::None
+        self.wants_images
     }
 
     /// Queues all kernels.

@@ -1,4 +1,4 @@
-//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small}.cu`, and `kernels/permute.cu` before the second.
+//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small}.cu`.
 
 use std::fmt;
 
@@ -42,12 +42,6 @@ const SMALL: KernelSource = KernelSource {
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
     headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
 };
-const PERMUTE: KernelSource = KernelSource {
-    name: "permute",
-    main: include_str!("../../../kernels/permute.cu"),
-    headers: &[BASE, EXPERT, EXPERTS, GATHER, IMAGE, WEIGHTS],
-};
-
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
 pub const NVFP4_STEP_BYTES: u32 = 1152;
 /// The same in bf16.
@@ -56,7 +50,7 @@ pub const BF16_STEP_BYTES: u32 = 4096;
 pub const STEP_K: u32 = 64;
 /// Bytes of a row of one step.
 pub const ROW_STEP_BYTES: u32 = STEP_K * 2;
-/// Rows of a group of the image that `gather_tokens` writes: an expert's rows are rounded up to it.
+/// Rows of a group of the image that FC1 gathers: an expert's rows are rounded up to it.
 pub const IMAGE_GROUP_ROWS: u32 = 8;
 
 /// One local expert, as `struct Expert` of `kernels/expert.cuh`.
@@ -174,17 +168,6 @@ impl fmt::Display for Schedule {
     }
 }
 
-/// Where the image of rows comes from that a schedule multiplies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Gathering {
-    /// There is none: rows are read as tokens.
-    None,
-    /// `gather_tokens` writes it before FC1.
-    Before,
-    /// FC1 writes it as it goes, all of whose blocks have to run at once.
-    Within,
-}
-
 /// How a kernel is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
@@ -251,13 +234,10 @@ impl Schedule {
         }
     }
 
-    /// Where its image of rows comes from.
+    /// Whether its FC1 gathers rows into an image, all of whose blocks have to run at once; others read tokens.
     #[must_use]
-    pub fn gathering(self) -> Gathering {
-        match self {
-            Self::MmaSync { .. } | Self::Small { .. } => Gathering::None,
-            Self::Wgmma { .. } => Gathering::Within,
-        }
+    pub const fn gathers(self) -> bool {
+        matches!(self, Self::Wgmma { .. })
     }
 
     /// Rows of a tile.
@@ -366,26 +346,6 @@ impl Schedule {
     }
 }
 
-/// The kernel that writes the image of rows before [`Gathering::Before`] schedules.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GatherTokens {
-    /// Width of a token.
-    pub hidden: u32,
-}
-
-impl GatherTokens {
-    /// The kernel's name in its module.
-    pub const FUNCTION: &'static str = "gather_tokens";
-    /// Threads of a block.
-    pub const NUM_THREADS: u32 = 256;
-
-    /// What to compile.
-    #[must_use]
-    pub fn request(self, arch: Arch) -> KernelRequest {
-        KernelRequest::new(PERMUTE, arch).with_arguments::<GroupedGemmArgs>().with("HIDDEN", self.hidden)
-    }
-}
-
 /// Adds the activation with exactly the constants that it has.
 pub(super) fn with_activation(request: KernelRequest, activation: Activation) -> KernelRequest {
     match activation {
@@ -427,7 +387,6 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
         all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&k3, arch)));
         all.push(Schedule::Wgmma { block_rows: 256, ragged: true }.request(&odd, arch));
         all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));
-        all.push(GatherTokens { hidden: 3584 }.request(arch));
     }
     all
 }

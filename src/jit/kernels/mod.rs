@@ -32,7 +32,7 @@ use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
 use crate::select::{LayerDecision, Members, Problem, Quant};
 use dispatch::TravelKernels;
-use grouped_gemm::{GatherTokens, Gathering, GroupedGemm, Weights};
+use grouped_gemm::{GroupedGemm, Weights};
 
 /// Every variant of every kernel for an architecture, for those who compile all of them.
 #[must_use]
@@ -106,9 +106,6 @@ pub fn products(problem: &Problem, activation: Activation, chooser: Chooser, arc
         // A rank's own tokens are the shared experts' rows: their number is no ground for another order of sums.
         let batch_invariant = chooser.batch_invariant || group.members == Members::Shared;
         let schedules = Chooser { batch_invariant, ..chooser }.all(&gemm);
-        if schedules.iter().any(|schedule| schedule.gathering() == Gathering::Before) {
-            requests.push(GatherTokens { hidden }.request(arch));
-        }
         requests.extend(schedules.into_iter().map(|schedule| schedule.request(&gemm, arch)));
         if group.members == Members::Shared && quant == Quant::None {
             // Where cublasLt multiplies for it.
