@@ -18,7 +18,8 @@ struct GroupedGemmArgs {
     const u8* tokens;
     /// The image of all rows (image.cuh), which is gathered from tokens; null where the schedule reads tokens.
     u8* image;
-    /// `[num_groups]` parts of each of the image's groups of 8 rows that are there, zero before FC1 and after FC2.
+    /// How much is there of each of the image's groups of 8 rows, in counts of grouped_gemm_wgmma.cu; zero whenever no kernel
+    /// runs.
     u32* gathered;
     /// FC2's input, bf16: `[num_rows, INTERMEDIATE]`, or an image.
     u8* inner;
@@ -36,8 +37,6 @@ struct GroupedGemmArgs {
     /// Multiplies every token value.
     float token_scale;
     u32 num_experts;
-    u32 num_groups;
-    u32 unused;
 };
 
 static_assert(sizeof(GroupedGemmArgs) == ARGUMENTS_BYTES, "GroupedGemmArgs is the host's");

@@ -1,11 +1,12 @@
 // The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4,none}` for any number of rows, sm_90a.
 //
 // Decoded weights are wgmma's A operand in registers, rows its B operand in shared memory. Both `image` and `inner` are
-// images (image.cuh): `fc1` writes the second, `fc2` writes rows. One block a multiprocessor, each of kThreads threads; it
-// takes a tile as soon as it has copied the last: tiles differ in what they take. Dynamic shared memory: kSharedBytes + 1024.
+// images (image.cuh): FC1 writes the second, FC2 writes rows. One block a multiprocessor, each of kThreads threads; it takes a
+// tile as soon as it has copied the last: tiles differ in what they take. Dynamic shared memory: kSharedBytes + 1024.
 //
-// The image of rows comes from warps of `fc1` that gather for all blocks while others multiply. A tile waits for its rows, so
-// that all blocks have to run at once: `fc1` is launched cooperatively.
+// One launch, `fc1_fc2`, for both products: blocks that find no more tiles of FC1 go on with FC2's, whose first weights come while
+// FC1's last are multiplied. The image of rows comes from warps that gather for all blocks meanwhile. A tile waits for its
+// rows, so that all blocks have to run at once: the launch is cooperative.
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
@@ -69,7 +70,6 @@ DEVICE void copy_tile(const GroupedGemmArgs& args, const Work& work, Pipeline& r
         rows += kStageSteps * step_stride;
         ring.advance();
     }
-    ring.next_tile();
 }
 
 /// Where a warp's weights of a step lie, less where its stage starts.
@@ -139,8 +139,10 @@ struct Weights {
 ///
 /// Half a step is decoded while the other half's group of MMAs runs: the two sets of fragments are never the same
 /// registers, and one group is always under way. A step's weights are loaded before the last step's MMAs are waited for.
-template <u32 kSteps, u32 kRowTiles>
-DEVICE void multiply_tile(const Seat& seat, const Shifts& shifts, Pipeline& ring, float (&acc)[kTiles][kRowTiles][4]) {
+template <bool kIsFc1, u32 kRowTiles>
+DEVICE void multiply_tile(const GroupedGemmArgs& args, const Seat& seat, const Shifts& shifts, Pipeline& ring,
+                          float (&acc)[kTiles][kRowTiles][4]) {
+    constexpr u32 kSteps = Gemm<kIsFc1>::kSteps;
     constexpr u32 kStageBytes = kUnitsPerBlock * kUnitBytes;
     const u32 place = weights_place(seat), scales_place = Weights::scales_place(seat, place);
     u32 first[kTiles][2][4], second[kTiles][2][4];
@@ -192,6 +194,7 @@ DEVICE void multiply_tile(const Seat& seat, const Shifts& shifts, Pipeline& ring
         }
         accumulate = 1;
         previous_empty = empty;
+        if (kIsFc1 && step == 2 * kStageSteps && seat.is_storer()) tell_stored(args, ring, seat);
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -212,14 +215,14 @@ DEVICE void compute_tile(const GroupedGemmArgs& args, u32 num_rows, const Seat& 
         }
     }
     float acc[kTiles][kWidth / 8][4] = {};
-    multiply_tile<G::kSteps>(seat, shifts, ring, acc);
+    multiply_tile<kIsFc1>(args, seat, shifts, ring, acc);
     const Work work = Work::get(ring.work());
     if constexpr (kIsFc1) {
         const Expert& expert = args.experts[work.expert];
         const bool is_real = work.weight_block * kUnitsPerBlock + seat.unit < G::kUnits;
         activate_tile(args, expert, is_real, acc);
         if constexpr (QUANTISE) requantise_tile(seat, work, expert.input_scale, ring.shared + kAmaxAt, acc, counts);
-        store_inner(args, work, seat, ring.shared, acc);
+        store_inner(args, work, seat, ring, acc);
     } else {
         store_tile(args, work, seat, acc);
         if (work.weight_block == 0 && threadIdx.x == kGroupThreads) count_rows(args, work.num_rows);
@@ -242,62 +245,91 @@ DEVICE void gather(const GroupedGemmArgs& args) {
 
 /// Waits until all rows of a tile are gathered. All lanes of a warp call it.
 DEVICE void wait_gathered(const GroupedGemmArgs& args, const Work& work) {
-    const u32 lane = threadIdx.x % kWarp, first = work.padded_row / kGroupRows + work.first_group;
+    const u32 lane = threadIdx.x % kWarp, first = work.group_idx();
     if (lane < min_of<u32>(BLOCK_ROWS / kGroupRows, work.num_groups - work.first_group)) {
-        while (load_acquire(args.gathered + first + lane) != kParts) {
+        while (load_acquire(args.gathered + first + lane) < kParts) {
         }
     }
     __syncwarp();
     fence_async();
 }
 
-/// Counts of gathered parts, back to zero; FC1 has waited for all of them.
-DEVICE void forget_gathered(const GroupedGemmArgs& args) {
-    const u32 thread = blockIdx.x * kGatherThreads + threadIdx.x % kGatherThreads;
-    for (u32 i = thread; i < args.num_groups; i += gridDim.x * kGatherThreads) args.gathered[i] = 0;
+/// Waits until all activations of a tile's rows are there, and counts that it has. All lanes of a warp call it; returns to lane 0
+/// what was counted before.
+DEVICE u32 wait_activated(const GroupedGemmArgs& args, const Work& work) {
+    u32* const count = args.gathered + work.group_idx();
+    while (load_acquire(count) < kActivated) {
+    }
+    __syncwarp();
+    fence_async();
+    return threadIdx.x % kWarp == 0 ? atomicAdd(count, 1) : 0;
 }
 
-/// What gathering warps do.
-template <bool kIsFc1>
-DEVICE void gather_or_forget(const GroupedGemmArgs& args) {
-    if constexpr (kIsFc1) {
-        gather(args);
-    } else {
-        forget_gathered(args);
+/// Sets the counts of a tile's rows back to zero, where nobody waits for them any more.
+DEVICE void forget_rows(const GroupedGemmArgs& args, const Work& work, u32 num_before) {
+    const u32 lane = threadIdx.x % kWarp;
+    if (__shfl_sync(kAllLanes, num_before, 0) != kRead - 1) return;
+    if (lane < min_of<u32>(BLOCK_ROWS / kGroupRows, work.num_groups - work.first_group)) {
+        args.gathered[work.group_idx() + lane] = 0;
     }
 }
 
-/// Copies this block's tiles: the one of its number, then whichever is next when one has been copied. The others of the grid
-/// have it too: `given_out` counts what was asked for, one tile for each that was begun, and whoever asked last zeroes it.
+/// Copies tiles of one product, of which `index` is the block's next; both products' count together, and `num_before` are the
+/// other's. When one has been copied the block takes whichever no block has. Returns how many tiles the product has.
 template <bool kIsFc1>
-DEVICE void copy_tiles(const GroupedGemmArgs& args, Pipeline& ring, volatile u32 (&next_tiles)[2]) {
+DEVICE u32 copy_tiles(const GroupedGemmArgs& args, Pipeline& ring, u32& index, u32 num_before) {
     TileCursor<Gemm<kIsFc1>::kWeightBlocks, BLOCK_ROWS> cursor(args);
     Place place;
-    u32 index = blockIdx.x;
-    for (u32 turn = 0; cursor.find(index, place); turn ^= 1) {
+    while (cursor.find(index - num_before, place)) {
         // Asked for now, so that it is there when this tile is copied.
-        u32 next = 0;
+        u32 next = 0, num_waited = 0;
         if (threadIdx.x == 0) next = gridDim.x + atomicAdd(args.given_out, 1);
-        if (kIsFc1 && copies_rows(threadIdx.x / kWarp)) wait_gathered(args, Work::of(place));
-        if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, Work::of(place), ring);
-        if (threadIdx.x == 0) next_tiles[turn] = next;
+        const Work work = Work::of(place);
+        const bool has_rows = copies_rows(threadIdx.x / kWarp);
+        if (kIsFc1 && has_rows) wait_gathered(args, work);
+        if (!kIsFc1 && has_rows) num_waited = wait_activated(args, work);
+        if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, work, ring);
+        if (!kIsFc1 && has_rows) forget_rows(args, work, num_waited);
+        if (threadIdx.x == 0) Work::put_next(ring.work(), next);
         named_barrier<kCopyWarps * kWarp>(6);
-        index = next_tiles[turn];
+        index = Work::get_next(ring.work());
+        ring.next_tile();
     }
+    // A stage without a tile: there are no more
     if (threadIdx.x == 0) {
-        if (index == gridDim.x + cursor.count() - 1) *args.given_out = 0;
         barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
         Work::none().put(ring.work());
         barrier_arrive(ring.full_barrier());
     }
+    ring.advance();
+    ring.next_tile();
+    return cursor.count();
 }
 
+/// Multiplies tiles of one product until there are no more for this block.
 template <bool kIsFc1>
-DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
+DEVICE void multiply_tiles(const GroupedGemmArgs& args, const Seat& seat, const Shifts& shifts, Pipeline& ring) {
+    QuantCounts counts = {0, 0};
+    while (true) {
+        barrier_wait(ring.full_barrier(), ring.parity);
+        const u32 num_rows = Work::get_rows(ring.work());
+        // A vote, so that the compiler knows that no warp parts here.
+        if (__all_sync(kAllLanes, num_rows == 0)) break;
+        compute_tile<kIsFc1>(args, num_rows, seat, shifts, ring, counts);
+        ring.next_tile();
+    }
+    if (seat.lane == 0) barrier_arrive(ring.empty_barrier());
+    ring.advance();
+    ring.next_tile();
+    if (kIsFc1 && seat.is_storer()) tell_stored(args, ring, seat);
+    if constexpr (kIsFc1 && QUANTISE) counts.flush(args.counts);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
+    if (!has_rows(args)) return;
     extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[2 * NUM_STAGES];
-    __shared__ Word4 works[2 * kWorks];
-    __shared__ volatile u32 next_tiles[2];
+    __shared__ Word4 works[2 * kWorks + 1];
     // The swizzle counts from addresses that 1024 divides.
     Pipeline ring = {(shared_address(shared_memory) + 1023) & ~1023u, shared_address(barriers),
                      shared_address(barriers + NUM_STAGES), shared_address(works), 0, 0, 0};
@@ -306,6 +338,7 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
             barrier_init(ring.full + 8 * i, 1);
             barrier_init(ring.empty + 8 * i, 2 * kGroupThreads / kWarp);
         }
+        for (u32 storer = 0; storer < kStorers; ++storer) store_shared(ring.stored(storer), 0);
     }
     barrier_init_done();
     __syncthreads();
@@ -313,37 +346,24 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
     if (threadIdx.x < kGroupThreads) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
         if (threadIdx.x < kCopyWarps * kWarp) {
-            copy_tiles<kIsFc1>(args, ring, next_tiles);
+            u32 index = blockIdx.x;
+            const u32 num_fc1 = copy_tiles<true>(args, ring, index, 0);
+            const u32 num_fc2 = copy_tiles<false>(args, ring, index, num_fc1);
+            // Every tile that was begun asked for one: this was the last to ask.
+            if (threadIdx.x == 0 && index == gridDim.x + num_fc1 + num_fc2 - 1) *args.given_out = 0;
         } else {
-            gather_or_forget<kIsFc1>(args);
+            gather(args);
         }
     } else if (threadIdx.x >= 3 * kGroupThreads) {
         if constexpr (kWarpgroups == 4) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGatherRegisters));
-            gather_or_forget<kIsFc1>(args);
+            gather(args);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
         const Seat seat = Seat::mine();
         const Shifts shifts = Shifts::as_factors(args);
-        QuantCounts counts = {0, 0};
-        while (true) {
-            barrier_wait(ring.full_barrier(), ring.parity);
-            const u32 num_rows = Work::get_rows(ring.work());
-            // A vote, so that the compiler knows that no warp parts here.
-            if (__all_sync(kAllLanes, num_rows == 0)) break;
-            compute_tile<kIsFc1>(args, num_rows, seat, shifts, ring, counts);
-            ring.next_tile();
-        }
-        if constexpr (kIsFc1) bulk_store_wait();
-        if constexpr (kIsFc1 && QUANTISE) counts.flush(args.counts);
+        multiply_tiles<true>(args, seat, shifts, ring);
+        multiply_tiles<false>(args, seat, shifts, ring);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1(const __grid_constant__ GroupedGemmArgs args) {
-    if (has_rows(args)) grouped_gemm<true>(args);
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fc2(const __grid_constant__ GroupedGemmArgs args) {
-    if (has_rows(args)) grouped_gemm<false>(args);
 }

@@ -104,17 +104,28 @@ DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scal
     }
 }
 
+/// Tells of the activations that a storer has stored last, once they are there. FC2's tiles wait for it: not at the next tile's
+/// end, and not at once, since the copy takes a while.
+DEVICE void tell_stored(const GroupedGemmArgs& args, const Pipeline& ring, const Seat& seat) {
+    bulk_store_wait();
+    const u32 at = ring.stored(seat.group), group = load_shared(at);
+    if (group == 0) return;
+    store_shared(at, 0);
+    fence_async();
+    add_release(args.gathered + group - 1, 1);
+}
+
 /// Writes a tile's activations into the image: gathered in shared memory to a chunk of 64 columns, then one copy.
 template <u32 kRowTiles>
-DEVICE void store_inner(const GroupedGemmArgs& args, const Work& work, const Seat& seat, u32 shared,
+DEVICE void store_inner(const GroupedGemmArgs& args, const Work& work, const Seat& seat, const Pipeline& ring,
                         const float (&acc)[kTiles][kRowTiles][4]) {
     constexpr u32 kStoreThreads = kTiles == 2 ? kGroupThreads : 2 * kGroupThreads;
     const u32 g = seat.lane / 4, t = seat.lane % 4;
-    const u32 chunk_shared = shared + kInnerAt + (kTiles == 2 ? seat.group * kRowsBytes : 0);
+    const u32 chunk_shared = ring.shared + kInnerAt + (kTiles == 2 ? seat.group * kRowsBytes : 0);
     const u32 chunk = kTiles == 2 ? work.weight_block * 2 + seat.group : work.weight_block;
-    const bool is_storer = threadIdx.x % kGroupThreads == 0 && (kTiles == 2 || seat.group == 0);
+    const bool is_storer = seat.is_storer();
     const u32 number = kTiles == 2 ? 4 + seat.group : 4;
-    if (is_storer) bulk_store_wait_read();  // the last tile's chunk has left
+    if (is_storer) tell_stored(args, ring, seat);  // the last tile's chunk has left
     named_barrier<kStoreThreads>(number);
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
@@ -130,10 +141,12 @@ DEVICE void store_inner(const GroupedGemmArgs& args, const Work& work, const Sea
     }
     fence_async_shared();
     named_barrier<kStoreThreads>(number);
-    if (is_storer && chunk < kFc2Steps) {
+    if (!is_storer) return;
+    if (chunk < kFc2Steps) {
         u8* to = args.inner + work.image_at<kFc2Steps>() + static_cast<u64>(chunk) * work.num_groups * kGroupBytes;
         bulk_store(to, chunk_shared, work.rows_bytes());
     }
+    store_shared(ring.stored(seat.group), work.group_idx() + 1);
 }
 
 /// Writes columns 32 unit + 4 g + 2 j + {0, 1} of rows 8 n + 2 t + c; all of them, or those that there are.

@@ -44,6 +44,7 @@ constexpr u32 kUnitBytes = kStageSteps * kWeightBytes;
 constexpr u32 kWeightsAt = NUM_STAGES * kStageSteps * kRowsBytes;
 constexpr u32 kInnerAt = kWeightsAt + NUM_STAGES * kUnitsPerBlock * kUnitBytes;
 // FC1's output is gathered into chunks of 64 columns: one a warpgroup, or one of both.
+constexpr u32 kStorers = kTiles;
 constexpr u32 kAmaxAt = kInnerAt + kTiles * kRowsBytes;
 constexpr u32 kSharedBytes = kAmaxAt + (QUANTISE && kTiles == 1 ? 8 * BLOCK_ROWS * 4 : 0);
 static_assert(kSharedBytes + 1024 == SHARED_BYTES && kThreads == NUM_THREADS, "the host launches what this file describes");
@@ -55,8 +56,6 @@ constexpr u32 kGatherRegisters = kWarpgroups == 4 ? 56 : 0, kMultiplyRegisters =
 static_assert(kCopyRegisters + kGatherRegisters + 2 * kMultiplyRegisters <= kWarpgroups * kLaunchRegisters,
               "registers are only moved");
 
-// A group of 8 rows is gathered in parts, so that the first rows are soon there.
-constexpr u32 kParts = 4, kPartSteps = (kFc1Steps + kParts - 1) / kParts;
 
 template <bool kIsFc1>
 struct Gemm {
@@ -64,6 +63,13 @@ struct Gemm {
     static constexpr u32 kUnits = kIsFc1 ? INTERMEDIATE / 16 : (HIDDEN + kUnitRows - 1) / kUnitRows;
     static constexpr u32 kWeightBlocks = (kUnits + kUnitsPerBlock - 1) / kUnitsPerBlock;
 };
+
+// A group of 8 rows is gathered in parts, so that the first rows are soon there. The count of a tile's first group goes on: by
+// one for every chunk of activations, and by one for every warp that is to copy those of FC2's tile of the same rows.
+constexpr u32 kParts = 4, kPartSteps = (kFc1Steps + kParts - 1) / kParts;
+constexpr u32 kRowCopiers = kStageSteps;
+constexpr u32 kActivated = kParts + Gemm<true>::kWeightBlocks * kStorers;
+constexpr u32 kRead = kActivated + Gemm<false>::kWeightBlocks * kRowCopiers;
 
 /// Whether every block of weight rows has all of its units.
 template <bool kIsFc1>
@@ -78,7 +84,7 @@ struct Pipeline {
     /// Filled by copies, emptied by warps; NUM_STAGES each.
     u32 full;
     u32 empty;
-    /// `[kWorks]` what a tile is, of those that have begun.
+    /// `[kWorks]` what a tile is, of those that have begun; then two words, one a storer.
     u32 works;
     u32 stage;
     u32 parity;
@@ -88,6 +94,7 @@ struct Pipeline {
     DEVICE u32 full_barrier() const { return full + 8 * stage; }
     DEVICE u32 empty_barrier() const { return empty + 8 * stage; }
     DEVICE u32 work() const { return works + 32 * turn; }
+    DEVICE u32 stored(u32 storer) const { return works + 32 * kWorks + 4 * storer; }
     DEVICE u32 rows(u32 step) const { return shared + (stage * kStageSteps + step) * kRowsBytes; }
     DEVICE u32 unit(u32 unit) const { return shared + kWeightsAt + (stage * kUnitsPerBlock + unit) * kUnitBytes; }
 
@@ -134,11 +141,18 @@ struct Work {
         return {a.v[0], a.v[1], a.v[2], a.v[3], b.v[0], b.v[1], b.v[2]};
     }
 
+    /// What the block's next tile is lies beside this one.
+    DEVICE static void put_next(u32 at, u32 next) { store_shared(at + 28, next); }
+    DEVICE static u32 get_next(u32 at) { return load_shared(at + 28); }
+
     /// `num_rows` alone: what is needed of a tile before its sums are there takes registers from them.
     DEVICE static u32 get_rows(u32 at) { return load_shared(at + 12); }
 
     /// Bytes of one step's rows: whole groups of 8, as many as the expert has left.
     DEVICE u32 rows_bytes() const { return min_of<u32>(BLOCK_ROWS / kGroupRows, num_groups - first_group) * kGroupBytes; }
+
+    /// The rows' first group among all groups, whose count says what there is of the tile's rows.
+    DEVICE u32 group_idx() const { return padded_row / kGroupRows + first_group; }
 
     /// Where step 0 of the rows lies in an image of `kSteps`.
     template <u32 kSteps>
@@ -160,6 +174,9 @@ struct Seat {
         if (kTiles == 2) return {group, group * kGroupUnits + warp, 0, lane};
         return {group, group * kGroupUnits + warp / 2, warp % 2, lane};
     }
+
+    /// Whether this thread stores activations: of a chunk of 64 columns one does.
+    DEVICE bool is_storer() const { return threadIdx.x % kGroupThreads == 0 && group < kStorers; }
 };
 
 /// What scales sums back to weights' values before their global scale. A power of two: it may be applied to either factor.

@@ -310,8 +310,6 @@ impl Group {
                 num_rows: 0,
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
-                num_groups: u32::try_from(workspace.gathered.len()).unwrap_or(u32::MAX),
-                unused: 0,
             };
             if rows.start == 0 {
                 evidence.expect(share.program_idx, share.num_rows);

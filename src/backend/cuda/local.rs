@@ -280,8 +280,6 @@ impl Buffers {
             num_rows: 0,
             token_scale,
             num_experts: narrow(num_experts),
-            num_groups: narrow(self.gathered.len()),
-            unused: 0,
         })
     }
 }

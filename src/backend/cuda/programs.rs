@@ -36,14 +36,15 @@ impl Programs {
         let num_blocks = self.gpu.device().facts().num_multiprocessors * launch.blocks_per_multiprocessor;
         let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, launch.num_threads) };
         let steps = match schedule {
-            Schedule::Small { .. } => {
+            Schedule::Small { .. } | Schedule::Wgmma { .. } => {
                 let shape = LaunchShape { cooperative: true, ..shape };
                 vec![Step { function: function(Schedule::FC1_FC2)?, shape }]
             }
-            Schedule::MmaSync { .. } | Schedule::Wgmma { .. } => {
-                let cooperative = schedule.gathers();
-                let fc1 = Step { function: function(Schedule::FC1)?, shape: LaunchShape { cooperative, ..shape } };
-                vec![fc1, Step { function: function(Schedule::FC2)?, shape }]
+            Schedule::MmaSync { .. } => {
+                vec![
+                    Step { function: function(Schedule::FC1)?, shape },
+                    Step { function: function(Schedule::FC2)?, shape },
+                ]
             }
         };
         Ok(Program { wants_images: schedule.gathers(), steps })

@@ -87,7 +87,7 @@ pub struct GroupedGemmArgs {
     pub tokens: u64,
     /// Address of the image of all rows, of schedules that gather one.
     pub image: u64,
-    /// Address of `[num_groups]` u32, zero before and after: how much of each group of the image is there.
+    /// Address of a u32 for each group of the image's rows, zero before and after: how much of it is there.
     pub gathered: u64,
     /// Address of FC2's input.
     pub inner: u64,
@@ -105,10 +105,6 @@ pub struct GroupedGemmArgs {
     pub token_scale: f32,
     /// Local experts.
     pub num_experts: u32,
-    /// Groups of rows that the image has room for.
-    pub num_groups: u32,
-    /// Zero: the struct has no padding.
-    pub unused: u32,
 }
 
 /// How an expert's weights are stored.
@@ -214,11 +210,11 @@ const SMALL_WARPS: u32 = 8;
 const SMALL_SLOT_STEPS: u32 = 7;
 
 impl Schedule {
-    /// FC1 in a module of its own two kernels.
+    /// FC1, where each product is a launch of its own.
     pub const FC1: &'static str = "fc1";
     /// FC2 likewise.
     pub const FC2: &'static str = "fc2";
-    /// Both products of the small schedule, launched cooperatively.
+    /// Both products in one launch, which is cooperative.
     pub const FC1_FC2: &'static str = "fc1_fc2";
 
     fn num_stages(self, gemm: &GroupedGemm) -> u32 {
@@ -234,7 +230,7 @@ impl Schedule {
         }
     }
 
-    /// Whether its FC1 gathers rows into an image, all of whose blocks have to run at once; others read tokens.
+    /// Whether it gathers rows into an image, and writes FC2's input as one; others read tokens.
     #[must_use]
     pub const fn gathers(self) -> bool {
         matches!(self, Self::Wgmma { .. })

@@ -102,8 +102,6 @@ impl Group {
                 num_rows: workspace.program_rows.address_of(index..index + 1)?,
                 token_scale: batch.token_scale,
                 num_experts: narrow(num_experts),
-                num_groups: narrow(workspace.gathered.len()),
-                unused: 0,
             };
             // SAFETY: every buffer has room for the most rows that there may be, which whoever counts on the device keeps to;
             // every row names a token, likewise. They live in workspaces or with the caller, whose freeing waits.
