@@ -10,7 +10,7 @@
 #include "expert.cuh"
 
 constexpr u32 kThreads = 1024;
-constexpr u32 kMaxPrograms = 20;
+constexpr u32 kMaxPrograms = 16;
 constexpr u32 kFormats = 2;
 constexpr u32 kClasses = 2 * kFormats;
 

@@ -24,7 +24,7 @@ DEVICE void gather_group(const GroupedGemmArgs& args, const Place& place, u32 gr
     const u32 num_groups = ceil_div(place.num_rows, kGroupRows);
     u8* to = args.image + image_start<kTokenSteps>(place.padded_row) + row_in_group * kImageRowBytes +
              (piece ^ row_in_group) * 16;
-#pragma unroll 4
+#pragma unroll 8
     for (u32 step = first + thread / 64; step < end; step += kThreads / 64) {
         Word4 words;
 #pragma unroll

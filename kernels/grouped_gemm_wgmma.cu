@@ -11,7 +11,7 @@
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
 //   WEIGHT_BITS, QUANTISE, OUTPUT_BITS   as in grouped_gemm_mma.cu
-//   BLOCK_ROWS             rows a tile: 16, 32, 64, 128 or 256. It changes no bits: every output is one chain over K
+//   BLOCK_ROWS             rows a tile: 64, 128 or 256. It changes no bits: every output is one chain over K
 //   WIDTHS                 bit i: a tile may be computed as 16 (i + 1) rows, if it has no more. It changes no bits either
 //   NUM_STAGES             stages of weights and rows under way
 //   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
@@ -229,19 +229,21 @@ DEVICE void compute_tile(const GroupedGemmArgs& args, u32 num_rows, const Seat& 
     }
 }
 
-/// Gathers this block's share of all rows.
-DEVICE void gather(const GroupedGemmArgs& args) {
+/// Gathers parts `first`, `first + gridDim.x`, ... of all rows up to `end`, by kThreads threads.
+template <u32 kThreads>
+DEVICE void gather(const GroupedGemmArgs& args, u32 barrier, u32 first, u32 end) {
     TileCursor<kParts, kGroupRows> cursor(args);
     Place place;
-    for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
-        const u32 group_idx = place.index / kParts, first = place.index % kParts * kPartSteps;
-        gather_group<kGatherThreads>(args, place, group_idx, first, min_of(kFc1Steps, first + kPartSteps));
-        named_barrier<kGatherThreads>(7);
-        if (threadIdx.x % kGatherThreads == 0) {
-            add_release(args.gathered + place.padded_row / kGroupRows + group_idx, 1);
-        }
+    for (u32 index = first; index < end && cursor.find(index, place); index += gridDim.x) {
+        const u32 group_idx = place.index / kParts, step = place.index % kParts * kPartSteps;
+        gather_group<kThreads>(args, place, group_idx, step, min_of(kFc1Steps, step + kPartSteps));
+        named_barrier<kThreads>(barrier);
+        if (threadIdx.x % kThreads == 0) add_release(args.gathered + place.padded_row / kGroupRows + group_idx, 1);
     }
 }
+
+/// What is left to warps that only gather: multiplying warpgroups begin with a part each.
+DEVICE void gather_rest(const GroupedGemmArgs& args) { gather<kGatherThreads>(args, 7, 2 * gridDim.x + blockIdx.x, ~0u); }
 
 /// Waits until all rows of a tile are gathered. All lanes of a warp call it.
 DEVICE void wait_gathered(const GroupedGemmArgs& args, const Work& work) {
@@ -275,22 +277,21 @@ DEVICE void forget_rows(const GroupedGemmArgs& args, const Work& work, u32 num_b
 }
 
 /// Copies tiles of one product, of which `index` is the block's next; both products' count together, and `num_before` are the
-/// other's. When one has been copied the block takes whichever no block has. Returns how many tiles the product has.
+/// other's. When one has been copied the block takes whichever no block has: what is on its way hides the asking, and who
+/// asked before a tile would hold two. Returns how many tiles the product has.
 template <bool kIsFc1>
 DEVICE u32 copy_tiles(const GroupedGemmArgs& args, Pipeline& ring, u32& index, u32 num_before) {
     TileCursor<Gemm<kIsFc1>::kWeightBlocks, BLOCK_ROWS> cursor(args);
     Place place;
     while (cursor.find(index - num_before, place)) {
-        // Asked for now, so that it is there when this tile is copied.
-        u32 next = 0, num_waited = 0;
-        if (threadIdx.x == 0) next = gridDim.x + atomicAdd(args.given_out, 1);
         const Work work = Work::of(place);
         const bool has_rows = copies_rows(threadIdx.x / kWarp);
+        u32 num_waited = 0;
         if (kIsFc1 && has_rows) wait_gathered(args, work);
         if (!kIsFc1 && has_rows) num_waited = wait_activated(args, work);
         if (threadIdx.x % kWarp == 0) copy_tile<kIsFc1>(args, work, ring);
         if (!kIsFc1 && has_rows) forget_rows(args, work, num_waited);
-        if (threadIdx.x == 0) Work::put_next(ring.work(), next);
+        if (threadIdx.x == 0) Work::put_next(ring.work(), gridDim.x + atomicAdd(args.given_out, 1));
         named_barrier<kCopyWarps * kWarp>(6);
         index = Work::get_next(ring.work());
         ring.next_tile();
@@ -352,16 +353,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
             // Every tile that was begun asked for one: this was the last to ask.
             if (threadIdx.x == 0 && index == gridDim.x + num_fc1 + num_fc2 - 1) *args.given_out = 0;
         } else {
-            gather(args);
+            gather_rest(args);
         }
     } else if (threadIdx.x >= 3 * kGroupThreads) {
         if constexpr (kWarpgroups == 4) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGatherRegisters));
-            gather(args);
+            gather_rest(args);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
         const Seat seat = Seat::mine();
+        const u32 part = seat.group * gridDim.x + blockIdx.x;
+        gather<kGroupThreads>(args, 2 + seat.group, part, part + 1);
         const Shifts shifts = Shifts::as_factors(args);
         multiply_tiles<true>(args, seat, shifts, ring);
         multiply_tiles<false>(args, seat, shifts, ring);

@@ -17,8 +17,7 @@ static_assert(NUM_STAGES >= 2, "a stage is copied while another is multiplied");
 // of the first gathers. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has whole units, with
 // one, which 256 rows leave registers for, a unit's two tiles are two warps'.
 constexpr u32 kGroupThreads = 128;
-constexpr bool kIsRagged = (WIDTHS & (WIDTHS - 1)) != 0;
-constexpr u32 kWarpgroups = BLOCK_ROWS == 256 || (BLOCK_ROWS == 128 && kIsRagged) ? 3 : 4;
+constexpr u32 kWarpgroups = BLOCK_ROWS == 256 ? 3 : 4;
 constexpr u32 kThreads = kWarpgroups * kGroupThreads;
 constexpr u32 kCopyWarps = kWarpgroups == 4 ? 4 : 2;
 constexpr u32 kGatherThreads = kWarpgroups == 4 ? kGroupThreads : kGroupThreads / 2;
@@ -51,8 +50,8 @@ static_assert(kSharedBytes + 1024 == SHARED_BYTES && kThreads == NUM_THREADS, "t
 static_assert(kSharedBytes + 1024 <= 232448 - 48 * NUM_STAGES, "a block's shared memory on sm_90 is 227 KB");
 
 // NOTE: setmaxnreg.inc waits for ever if the warpgroups together ask for more than the block was launched with.
-constexpr u32 kLaunchRegisters = kWarpgroups == 4 ? 128 : 168, kCopyRegisters = 40;
-constexpr u32 kGatherRegisters = kWarpgroups == 4 ? 56 : 0, kMultiplyRegisters = kWarpgroups == 4 ? 208 : 232;
+constexpr u32 kLaunchRegisters = kWarpgroups == 4 ? 128 : 168, kCopyRegisters = kWarpgroups == 4 ? 40 : 56;
+constexpr u32 kGatherRegisters = kWarpgroups == 4 ? 56 : 0, kMultiplyRegisters = kWarpgroups == 4 ? 208 : 224;
 static_assert(kCopyRegisters + kGatherRegisters + 2 * kMultiplyRegisters <= kWarpgroups * kLaunchRegisters,
               "registers are only moved");
 
@@ -66,7 +65,7 @@ struct Gemm {
 
 // A group of 8 rows is gathered in parts, so that the first rows are soon there. The count of a tile's first group goes on: by
 // one for every chunk of activations, and by one for every warp that is to copy those of FC2's tile of the same rows.
-constexpr u32 kParts = 4, kPartSteps = (kFc1Steps + kParts - 1) / kParts;
+constexpr u32 kParts = 2, kPartSteps = (kFc1Steps + kParts - 1) / kParts;
 constexpr u32 kRowCopiers = kStageSteps;
 constexpr u32 kActivated = kParts + Gemm<true>::kWeightBlocks * kStorers;
 constexpr u32 kRead = kActivated + Gemm<false>::kWeightBlocks * kRowCopiers;

@@ -39,24 +39,16 @@ const fn small(block_rows: u32, tile_ns: u32) -> TileCost {
     TileCost { schedule: Schedule::Small { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
 }
 
-const fn wgmma(block_rows: u32, ragged: bool, [tile_ns, rows_ns]: [u32; 2]) -> TileCost {
-    TileCost { schedule: Schedule::Wgmma { block_rows, ragged }, weight_blocks: 0, tile_ns, rows_ns }
+const fn wgmma(block_rows: u32, [tile_ns, rows_ns]: [u32; 2]) -> TileCost {
+    TileCost { schedule: Schedule::Wgmma { block_rows }, weight_blocks: 0, tile_ns, rows_ns }
 }
 
 pub(super) const MMA_SYNC: [TileCost; 4] =
     [mma_sync(8, 296), mma_sync(16, 348), mma_sync(32, 484), mma_sync(64, 792)];
 pub(super) const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
 /// Of FC1: FC2's are in proportion.
-pub(super) const WGMMA: [TileCost; 8] = [
-    wgmma(16, false, [18_000, 3_500]),
-    wgmma(32, false, [18_000, 3_500]),
-    wgmma(64, false, [18_000, 3_500]),
-    wgmma(64, true, [18_500, 3_550]),
-    wgmma(128, false, [18_000, 3_550]),
-    wgmma(128, true, [18_200, 3_550]),
-    wgmma(256, false, [10_000, 2_160]),
-    wgmma(256, true, [10_200, 2_160]),
-];
+pub(super) const WGMMA: [TileCost; 3] =
+    [wgmma(64, [17_400, 3_340]), wgmma(128, [19_100, 3_340]), wgmma(256, [15_000, 1_960])];
 
 impl TileCost {
     /// What all tiles take over all multiprocessors, and half of the longest one, at which some wait in the end; nothing is

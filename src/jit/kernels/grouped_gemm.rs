@@ -139,12 +139,10 @@ pub enum Schedule {
         /// Rows a tile.
         block_rows: u32,
     },
-    /// `grouped_gemm_wgmma.cu`: 16, 32, 64, 128 or 256 rows.
+    /// `grouped_gemm_wgmma.cu`: 64, 128 or 256 rows.
     Wgmma {
         /// Rows a tile.
         block_rows: u32,
-        /// A tile of fewer rows takes less. Full ones take a little more for it.
-        ragged: bool,
     },
     /// `grouped_gemm_small.cu`: 8 or 16 rows.
     Small {
@@ -157,8 +155,7 @@ impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::MmaSync { block_rows } => write!(f, "mma-{block_rows}"),
-            Self::Wgmma { block_rows, ragged: false } => write!(f, "wgmma-{block_rows}"),
-            Self::Wgmma { block_rows, ragged: true } => write!(f, "wgmma-{block_rows}-ragged"),
+            Self::Wgmma { block_rows } => write!(f, "wgmma-{block_rows}"),
             Self::Small { block_rows } => write!(f, "small-{block_rows}"),
         }
     }
@@ -222,9 +219,9 @@ impl Schedule {
             (Self::MmaSync { .. }, Weights::Nvfp4) => 4,
             // Two, so that consumer parts have the shared memory too.
             (Self::MmaSync { .. }, Weights::Bf16) => 2,
-            (Self::Wgmma { block_rows: 64 | 256, .. }, Weights::Nvfp4) => 5,
+            (Self::Wgmma { block_rows: 64 | 256 }, Weights::Nvfp4) => 5,
             (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
-            (Self::Wgmma { block_rows: 128 | 256, .. }, Weights::Bf16) => 4,
+            (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
             (Self::Small { .. }, _) => 3,
         }
@@ -240,23 +237,23 @@ impl Schedule {
     #[must_use]
     pub fn block_rows(self) -> u32 {
         match self {
-            Self::MmaSync { block_rows } | Self::Wgmma { block_rows, .. } | Self::Small { block_rows } => block_rows,
+            Self::MmaSync { block_rows } | Self::Wgmma { block_rows } | Self::Small { block_rows } => block_rows,
         }
     }
 
     /// Weight rows of a tile of a wgmma schedule.
     pub(super) fn weight_rows(self) -> u32 {
-        if matches!(self, Self::Wgmma { block_rows: 256, .. }) { 128 } else { 256 }
+        if matches!(self, Self::Wgmma { block_rows: 256 }) { 128 } else { 256 }
     }
 
     /// The widths that a tile may be computed as: bit i is `16 (i + 1)` rows.
     ///
-    /// NOTE: with a width more for 128 or 256 rows the compiler runs out of registers: wgmma is serialised, or sums spill.
+    /// NOTE: a tile of fewer rows takes less, and full ones hardly more for it. With one width more for 128 or 256 rows the
+    /// compiler runs out of registers: it serialises wgmma, or spills.
     pub(super) fn width_bits(self) -> u32 {
         let widths: &[u32] = match self {
-            Self::Wgmma { block_rows: 64, ragged: true } => &[16, 32, 48, 64],
-            Self::Wgmma { block_rows: 128, ragged: true } => &[64, 96, 128],
-            Self::Wgmma { block_rows: 256, ragged: true } => &[64, 96, 128, 160, 192, 224, 256],
+            Self::Wgmma { block_rows: 64 } => &[16, 32, 48, 64],
+            Self::Wgmma { block_rows: 256 } => &[64, 96, 128, 160, 192, 256],
             _ => &[self.block_rows().next_multiple_of(16)],
         };
         widths.iter().fold(0, |bits, width| bits | 1 << (width / 16 - 1))
@@ -276,7 +273,7 @@ impl Schedule {
                     blocks_per_multiprocessor: if block_rows == 64 { 1 } else { 2 },
                 }
             }
-            Self::Wgmma { block_rows, ragged } => {
+            Self::Wgmma { block_rows } => {
                 let tiles = if block_rows == 256 { 1 } else { 2 };
                 let is_even = gemm.fc1_steps().is_multiple_of(2) && gemm.fc2_steps().is_multiple_of(2);
                 let two_steps = gemm.weights == Weights::Nvfp4 && block_rows <= 64 && is_even;
@@ -285,7 +282,7 @@ impl Schedule {
                 let amax_bytes = if gemm.quantise && tiles == 1 { 8 * block_rows * 4 } else { 0 };
                 let ring = stages * stage_steps * (rows_bytes + 4 * tiles * step_bytes);
                 let shared_bytes = ring + tiles * rows_bytes + amax_bytes + 1024;
-                let warpgroups = if block_rows == 256 || (block_rows == 128 && ragged) { 3 } else { 4 };
+                let warpgroups = if block_rows == 256 { 3 } else { 4 };
                 Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
             Self::Small { block_rows } => {
@@ -375,13 +372,12 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
     all.push(Schedule::MmaSync { block_rows: 64 }.request(&GroupedGemm { quantise: false, ..k3 }, arch));
     all.push(Schedule::MmaSync { block_rows: 64 }.request(&odd, arch));
     if arch == Arch::Sm90a {
-        for block_rows in [16, 32, 64, 128, 256] {
-            for ragged in [false, true].into_iter().take(if block_rows >= 64 { 2 } else { 1 }) {
-                all.extend([k3, bf16].map(|gemm| Schedule::Wgmma { block_rows, ragged }.request(&gemm, arch)));
-            }
+        for block_rows in [64, 128, 256] {
+            let unquantised = GroupedGemm { quantise: false, ..k3 };
+            all.extend([k3, unquantised, bf16].map(|gemm| Schedule::Wgmma { block_rows }.request(&gemm, arch)));
         }
         all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&k3, arch)));
-        all.push(Schedule::Wgmma { block_rows: 256, ragged: true }.request(&odd, arch));
+        all.push(Schedule::Wgmma { block_rows: 256 }.request(&odd, arch));
         all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));
     }
     all

@@ -4,7 +4,7 @@
 //! its own number of rows, which is the world's, since an expert lives on one rank: how experts or tokens are split changes
 //! nothing. Where bits may depend on nothing but token and expert, one order serves all row counts. Among the tiles of an
 //! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
-//! another one's last tiles. Tiles of fewer rows than a schedule's take less where it is a ragged one.
+//! another one's last tiles.
 
 use super::cost::{MMA_SYNC, SMALL, TileCost, WGMMA};
 use super::deal::Candidates;
@@ -158,12 +158,13 @@ mod tests {
         let rows = |num_rows| one(free, &GEMM, num_rows);
         let small = |block_rows| Schedule::Small { block_rows };
         assert_eq!([8, 16].map(rows), [8, 16].map(small));
-        let wgmma = |block_rows| Schedule::Wgmma { block_rows, ragged: false };
-        assert_eq!([17, 64, 128, 256, 1024].map(rows), [32, 64, 128, 256, 256].map(wgmma));
-        assert_eq!(free.batch(&GEMM, &[60; 50]).of(60), wgmma(64));
+        let wgmma = |block_rows| Schedule::Wgmma { block_rows };
+        let even = |num_rows: usize| free.batch(&GEMM, &[num_rows; 50]).of(num_rows);
+        assert_eq!([17, 64, 100, 128, 160, 300].map(even), [64, 64, 128, 128, 256, 256].map(wgmma));
         assert_eq!(free.batch(&GEMM, &[40, 40, 40, 8000]).of(40), wgmma(256), "one hot expert has most tiles");
+        assert_eq!(rows(128), wgmma(256), "of one expert's few tiles the lower ones are sooner over");
         let wide = GroupedGemm { hidden: 7168, ..GEMM };
         assert_eq!(one(free, &wide, 8), small(8));
-        assert_eq!(one(free, &wide, 16), wgmma(16), "registers do not hold 16 such rows");
+        assert_eq!(one(free, &wide, 16), wgmma(64), "registers do not hold 16 such rows");
     }
 }
