@@ -1,12 +1,13 @@
 // The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4,none}` for any number of rows, sm_90a.
 //
 // Decoded weights are wgmma's A operand in registers, rows its B operand in shared memory. Both `image` and `inner` are
-// images (image.cuh): FC1 writes the second, FC2 writes rows. One block a multiprocessor, each of kThreads threads; it takes a
-// tile as soon as it has copied the last: tiles differ in what they take. Dynamic shared memory: kSharedBytes + 1024.
+// images (image.cuh): FC1 writes the second, FC2 writes rows. One block a multiprocessor, each of kThreads threads; it
+// takes a tile as soon as it has copied the last: tiles differ in what they take. Dynamic shared memory:
+// kSharedBytes + 1024.
 //
-// One launch, `fc1_fc2`, for both products: blocks that find no more tiles of FC1 go on with FC2's, whose first weights come while
-// FC1's last are multiplied. The image of rows comes from warps that gather for all blocks meanwhile. A tile waits for its
-// rows, so that all blocks have to run at once: the launch is cooperative.
+// One launch, `fc1_fc2`, for both products: blocks that find no more tiles of FC1 go on with FC2's, whose first weights
+// come while FC1's last are multiplied. The image of rows comes from warps that gather for all blocks meanwhile. A tile
+// waits for its rows, so that all blocks have to run at once: the launch is cooperative.
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
@@ -27,8 +28,8 @@
 /// Whether a copying warp brings rows: the last does, or with two steps a stage the first two, a step each.
 DEVICE bool copies_rows(u32 warp) { return kStageSteps == 1 ? warp == kCopyWarps - 1 : warp < kStageSteps; }
 
-/// Copies all stages of a tile. One lane of each copying warp: warp w brings units 2 w, 2 w + 1 of the block; copies issued in
-/// straight lines by four warps were 2 to 8 % faster than by one.
+/// Copies all stages of a tile. One lane of each copying warp: warp w brings units 2 w, 2 w + 1 of the block; copies
+/// issued in straight lines by four warps were 2 to 8 % faster than by one.
 ///
 /// NOTE: every instruction here takes its turn from a warp that decodes. With addresses computed anew at every step this was
 /// 80 of them, and the whole layer 4 to 8 % slower than with pointers that move on.
@@ -150,7 +151,9 @@ DEVICE void multiply_tile(const GroupedGemmArgs& args, const Seat& seat, const S
     u32 accumulate = 0;
     Weights weights;
     weights.shifts = shifts;
-    weights.load(ring.shared + place + ring.stage * kStageBytes, ring.shared + scales_place + ring.stage * kStageBytes, seat);
+    const u32 stage_shared = ring.shared + ring.stage * kStageBytes;
+    weights.load(stage_shared + place, stage_shared + scales_place, seat);
+    const bool is_storing = kIsFc1 && seat.is_storing();
 #pragma unroll 1
     for (u32 step = 0; step < kSteps; step += kStageSteps) {
         const u32 empty = ring.empty_barrier();
@@ -163,7 +166,8 @@ DEVICE void multiply_tile(const GroupedGemmArgs& args, const Seat& seat, const S
             for (u32 q = 0; q < 2; ++q) {
 #pragma unroll
                 for (u32 j = 0; j < kTiles; ++j) {
-                    Wgmma<kRowTiles * 8>::multiply(acc[j], first[j][q], rows + q * kDescriptorK16, i + q > 0 ? 1 : accumulate);
+                    Wgmma<kRowTiles * 8>::multiply(acc[j], first[j][q], rows + q * kDescriptorK16,
+                                                   i + q > 0 ? 1 : accumulate);
                 }
             }
             wgmma_commit();
@@ -194,7 +198,7 @@ DEVICE void multiply_tile(const GroupedGemmArgs& args, const Seat& seat, const S
         }
         accumulate = 1;
         previous_empty = empty;
-        if (kIsFc1 && step == 2 * kStageSteps && seat.is_storer()) tell_stored(args, ring, seat);
+        if (kIsFc1 && step == kTellStep && is_storing) tell_stored(args, ring, seat);
     }
     wgmma_wait<0>();
 #pragma unroll
@@ -229,21 +233,19 @@ DEVICE void compute_tile(const GroupedGemmArgs& args, u32 num_rows, const Seat& 
     }
 }
 
-/// Gathers parts `first`, `first + gridDim.x`, ... of all rows up to `end`, by kThreads threads.
-template <u32 kThreads>
-DEVICE void gather(const GroupedGemmArgs& args, u32 barrier, u32 first, u32 end) {
+/// Gathers this block's share of all rows.
+DEVICE void gather(const GroupedGemmArgs& args) {
     TileCursor<kParts, kGroupRows> cursor(args);
     Place place;
-    for (u32 index = first; index < end && cursor.find(index, place); index += gridDim.x) {
-        const u32 group_idx = place.index / kParts, step = place.index % kParts * kPartSteps;
-        gather_group<kThreads>(args, place, group_idx, step, min_of(kFc1Steps, step + kPartSteps));
-        named_barrier<kThreads>(barrier);
-        if (threadIdx.x % kThreads == 0) add_release(args.gathered + place.padded_row / kGroupRows + group_idx, 1);
+    for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
+        const u32 group_idx = place.index / kParts, first = place.index % kParts * kPartSteps;
+        gather_group<kGatherThreads>(args, place, group_idx, first, min_of(kFc1Steps, first + kPartSteps));
+        named_barrier<kGatherThreads>(7);
+        if (threadIdx.x % kGatherThreads == 0) {
+            add_release(args.gathered + place.padded_row / kGroupRows + group_idx, 1);
+        }
     }
 }
-
-/// What is left to warps that only gather: multiplying warpgroups begin with a part each.
-DEVICE void gather_rest(const GroupedGemmArgs& args) { gather<kGatherThreads>(args, 7, 2 * gridDim.x + blockIdx.x, ~0u); }
 
 /// Waits until all rows of a tile are gathered. All lanes of a warp call it.
 DEVICE void wait_gathered(const GroupedGemmArgs& args, const Work& work) {
@@ -256,8 +258,8 @@ DEVICE void wait_gathered(const GroupedGemmArgs& args, const Work& work) {
     fence_async();
 }
 
-/// Waits until all activations of a tile's rows are there, and counts that it has. All lanes of a warp call it; returns to lane 0
-/// what was counted before.
+/// Waits until all activations of a tile's rows are there, and counts that it has. All lanes of a warp call it; returns
+/// to lane 0 what was counted before.
 DEVICE u32 wait_activated(const GroupedGemmArgs& args, const Work& work) {
     u32* const count = args.gathered + work.group_idx();
     while (load_acquire(count) < kActivated) {
@@ -276,9 +278,9 @@ DEVICE void forget_rows(const GroupedGemmArgs& args, const Work& work, u32 num_b
     }
 }
 
-/// Copies tiles of one product, of which `index` is the block's next; both products' count together, and `num_before` are the
-/// other's. When one has been copied the block takes whichever no block has: what is on its way hides the asking, and who
-/// asked before a tile would hold two. Returns how many tiles the product has.
+/// Copies tiles of one product, of which `index` is the block's next; both products' count together, and `num_before`
+/// are the other's. When one has been copied the block takes whichever no block has: what is on its way hides the
+/// asking, and who asked before a tile would hold two. Returns how many tiles the product has.
 template <bool kIsFc1>
 DEVICE u32 copy_tiles(const GroupedGemmArgs& args, Pipeline& ring, u32& index, u32 num_before) {
     TileCursor<Gemm<kIsFc1>::kWeightBlocks, BLOCK_ROWS> cursor(args);
@@ -322,7 +324,7 @@ DEVICE void multiply_tiles(const GroupedGemmArgs& args, const Seat& seat, const 
     if (seat.lane == 0) barrier_arrive(ring.empty_barrier());
     ring.advance();
     ring.next_tile();
-    if (kIsFc1 && seat.is_storer()) tell_stored(args, ring, seat);
+    if (kIsFc1 && seat.is_storing()) tell_stored(args, ring, seat);
     if constexpr (kIsFc1 && QUANTISE) counts.flush(args.counts);
 }
 
@@ -344,27 +346,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
     barrier_init_done();
     __syncthreads();
 
-    if (threadIdx.x < kGroupThreads) {
+    const u32 warp = warp_idx();
+    if (warp < kGroupThreads / kWarp) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
-        if (threadIdx.x < kCopyWarps * kWarp) {
+        if (warp < kCopyWarps) {
             u32 index = blockIdx.x;
             const u32 num_fc1 = copy_tiles<true>(args, ring, index, 0);
             const u32 num_fc2 = copy_tiles<false>(args, ring, index, num_fc1);
             // Every tile that was begun asked for one: this was the last to ask.
             if (threadIdx.x == 0 && index == gridDim.x + num_fc1 + num_fc2 - 1) *args.given_out = 0;
         } else {
-            gather_rest(args);
+            gather(args);
         }
-    } else if (threadIdx.x >= 3 * kGroupThreads) {
+    } else if (warp >= 3 * kGroupThreads / kWarp) {
         if constexpr (kWarpgroups == 4) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGatherRegisters));
-            gather_rest(args);
+            gather(args);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
         const Seat seat = Seat::mine();
-        const u32 part = seat.group * gridDim.x + blockIdx.x;
-        gather<kGroupThreads>(args, 2 + seat.group, part, part + 1);
         const Shifts shifts = Shifts::as_factors(args);
         multiply_tiles<true>(args, seat, shifts, ring);
         multiply_tiles<false>(args, seat, shifts, ring);

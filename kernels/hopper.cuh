@@ -104,75 +104,62 @@ DEVICE u64 row_descriptor(u32 shared) {
 /// 32 bytes along K, in a descriptor's units.
 constexpr u64 kDescriptorK16 = 2;
 
-#define ACC2(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3]), "+f"(c[i + 1][0]), "+f"(c[i + 1][1]), "+f"(c[i + 1][2]), "+f"(c[i + 1][3])
+#define ACC1(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define ACC2(i) ACC1(i), ACC1(i + 1)
 #define ACC4(i) ACC2(i), ACC2(i + 2)
 #define ACC8(i) ACC4(i), ACC4(i + 4)
 #define ACC16(i) ACC8(i), ACC8(i + 8)
-#define SUMS0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define SUMS1 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define SUMS2 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define SUMS3 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define SUMS4 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define SUMS5 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define SUMS6 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define SUMS7 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define SUMS8 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define SUMS9 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define SUMS10 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define SUMS11 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define SUMS12 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define SUMS13 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define SUMS14 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define SUMS15 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define SUMS16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define SUMS32 SUMS16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS48 SUMS32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define SUMS64 SUMS48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS96 SUMS64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SUMS128 SUMS96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS160 SUMS128 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define SUMS192 SUMS160 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SUMS256 SUMS192 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 /// `c (+)= a * b`: 64 weight rows from registers, kRows rows of tokens from shared memory, 16 of K. Of `c` the first kRows / 8.
 template <u32 kRows>
 struct Wgmma;
 
-// The sums are operands 0 .. kRows / 2 - 1 of the instruction; after them come a's four words, b and the predicate.
-#define WGMMA(ROWS, SUMS, A0, A1, A2, A3, B, ACCUMULATE, ...)                                                            \
-    template <>                                                                                                          \
-    struct Wgmma<ROWS> {                                                                                                 \
-        template <u32 kTiles>                                                                                            \
-        DEVICE static void multiply(float (&c)[kTiles][4], const u32 (&a)[4], u64 b, u32 accumulate) {                   \
-            static_assert(kTiles * 8 >= ROWS, "a sum for every row");                                                    \
-            asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %" #ACCUMULATE ", 0;\n"                                     \
-                         " wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32.bf16.bf16 {" SUMS "}, {%" #A0 ", %" #A1      \
-                         ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;\n}"                                               \
-                         : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));           \
-        }                                                                                                                \
+// Sums are operands 0 .. ROWS / 2 - 1 of the instruction; after them come a's four words, b and the predicate.
+#define WGMMA(ROWS, A0, A1, A2, A3, B, ACCUMULATE, ...)                                                                \
+    template <>                                                                                                       \
+    struct Wgmma<ROWS> {                                                                                              \
+        template <u32 kTiles>                                                                                         \
+        DEVICE static void multiply(float (&c)[kTiles][4], const u32 (&a)[4], u64 b, u32 accumulate) {                \
+            static_assert(kTiles * 8 >= ROWS, "a sum for every row");                                                 \
+            asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %" #ACCUMULATE ", 0;\n"                                  \
+                         " wgmma.mma_async.sync.aligned.m64n" #ROWS "k16.f32.bf16.bf16 {" SUMS##ROWS "}, {%" #A0      \
+                         ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;\n}"                                   \
+                         : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));        \
+        }                                                                                                             \
     };
 
-WGMMA(16, SUMS0, 8, 9, 10, 11, 12, 13, ACC2(0))
-WGMMA(32, SUMS0 SUMS1, 16, 17, 18, 19, 20, 21, ACC4(0))
-WGMMA(48, SUMS0 SUMS1 SUMS2, 24, 25, 26, 27, 28, 29, ACC4(0), ACC2(4))
-WGMMA(64, SUMS0 SUMS1 SUMS2 SUMS3, 32, 33, 34, 35, 36, 37, ACC8(0))
-WGMMA(80, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4, 40, 41, 42, 43, 44, 45, ACC8(0), ACC2(8))
-WGMMA(96, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5, 48, 49, 50, 51, 52, 53, ACC8(0), ACC4(8))
-WGMMA(112, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6, 56, 57, 58, 59, 60, 61, ACC8(0), ACC4(8), ACC2(12))
-WGMMA(128, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7, 64, 65, 66, 67, 68, 69, ACC16(0))
-WGMMA(160, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9, 80, 81, 82, 83, 84, 85, ACC16(0), ACC4(16))
-WGMMA(192, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9 SUMS10 SUMS11, 96, 97, 98, 99, 100, 101, ACC16(0), ACC8(16))
-WGMMA(224, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9 SUMS10 SUMS11 SUMS12 SUMS13, 112, 113, 114, 115, 116, 117, ACC16(0), ACC8(16), ACC4(24))
-WGMMA(256, SUMS0 SUMS1 SUMS2 SUMS3 SUMS4 SUMS5 SUMS6 SUMS7 SUMS8 SUMS9 SUMS10 SUMS11 SUMS12 SUMS13 SUMS14 SUMS15, 128, 129, 130, 131, 132, 133, ACC16(0), ACC16(16))
+WGMMA(16, 8, 9, 10, 11, 12, 13, ACC2(0))
+WGMMA(32, 16, 17, 18, 19, 20, 21, ACC4(0))
+WGMMA(48, 24, 25, 26, 27, 28, 29, ACC4(0), ACC2(4))
+WGMMA(64, 32, 33, 34, 35, 36, 37, ACC8(0))
+WGMMA(96, 48, 49, 50, 51, 52, 53, ACC8(0), ACC4(8))
+WGMMA(128, 64, 65, 66, 67, 68, 69, ACC16(0))
+WGMMA(160, 80, 81, 82, 83, 84, 85, ACC16(0), ACC4(16))
+WGMMA(192, 96, 97, 98, 99, 100, 101, ACC16(0), ACC8(16))
+WGMMA(256, 128, 129, 130, 131, 132, 133, ACC16(0), ACC16(16))
 
 #undef WGMMA
-#undef SUMS0
-#undef SUMS1
-#undef SUMS2
-#undef SUMS3
-#undef SUMS4
-#undef SUMS5
-#undef SUMS6
-#undef SUMS7
-#undef SUMS8
-#undef SUMS9
-#undef SUMS10
-#undef SUMS11
-#undef SUMS12
-#undef SUMS13
-#undef SUMS14
-#undef SUMS15
+#undef SUMS16
+#undef SUMS32
+#undef SUMS48
+#undef SUMS64
+#undef SUMS96
+#undef SUMS128
+#undef SUMS160
+#undef SUMS192
+#undef SUMS256
+#undef ACC1
 #undef ACC2
 #undef ACC4
 #undef ACC8

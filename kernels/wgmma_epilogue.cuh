@@ -104,15 +104,17 @@ DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scal
     }
 }
 
-/// Tells of the activations that a storer has stored last, once they are there. FC2's tiles wait for it: not at the next tile's
-/// end, and not at once, since the copy takes a while.
+/// Tells of the activations that a storer has stored last, once they are there. FC2's tiles wait for it; at once it
+/// would stall the storer's warp, since the copy takes a while. All lanes of that warp call it.
+///
+/// NOTE: with branches here, what all lanes have in common left the uniform registers: 20 % more instructions a step.
 DEVICE void tell_stored(const GroupedGemmArgs& args, const Pipeline& ring, const Seat& seat) {
     bulk_store_wait();
-    const u32 at = ring.stored(seat.group), group = load_shared(at);
-    if (group == 0) return;
-    store_shared(at, 0);
+    const u32 at = ring.stored(seat.group), group = load_shared(at), told = group != 0 && seat.is_storer() ? 1 : 0;
     fence_async();
-    add_release(args.gathered + group - 1, 1);
+    __threadfence();
+    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p red.release.gpu.global.add.u32 [%1], 1;\n"
+                 " @p st.shared.u32 [%2], 0;\n}" ::"r"(told), "l"(args.gathered + group - 1), "r"(at) : "memory");
 }
 
 /// Writes a tile's activations into the image: gathered in shared memory to a chunk of 64 columns, then one copy.
@@ -125,7 +127,7 @@ DEVICE void store_inner(const GroupedGemmArgs& args, const Work& work, const Sea
     const u32 chunk = kTiles == 2 ? work.weight_block * 2 + seat.group : work.weight_block;
     const bool is_storer = seat.is_storer();
     const u32 number = kTiles == 2 ? 4 + seat.group : 4;
-    if (is_storer) tell_stored(args, ring, seat);  // the last tile's chunk has left
+    if (seat.is_storing()) tell_stored(args, ring, seat);  // the last tile's chunk has left
     named_barrier<kStoreThreads>(number);
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {

@@ -13,9 +13,9 @@ static_assert(HIDDEN % 16 == 0 && INTERMEDIATE % 16 == 0, "NVFP4 blocks divide b
 static_assert(WEIGHT_BITS == 4 || WEIGHT_BITS == 16, "weights are NVFP4 or bf16");
 static_assert(NUM_STAGES >= 2, "a stage is copied while another is multiplied");
 
-// One warpgroup copies, two multiply, and one gathers; the sums of 256 rows leave no registers for a fourth, so that there half
-// of the first gathers. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has whole units, with
-// one, which 256 rows leave registers for, a unit's two tiles are two warps'.
+// One warpgroup copies, two multiply, and one gathers; the sums of 256 rows leave no registers for a fourth, so that
+// there half of the first gathers. A warpgroup's tile is 64 weight rows high, of 16 a warp: with two tiles a warp has
+// whole units, with one, which 256 rows leave registers for, a unit's two tiles are two warps'.
 constexpr u32 kGroupThreads = 128;
 constexpr u32 kWarpgroups = BLOCK_ROWS == 256 ? 3 : 4;
 constexpr u32 kThreads = kWarpgroups * kGroupThreads;
@@ -63,10 +63,12 @@ struct Gemm {
     static constexpr u32 kWeightBlocks = (kUnits + kUnitsPerBlock - 1) / kUnitsPerBlock;
 };
 
-// A group of 8 rows is gathered in parts, so that the first rows are soon there. The count of a tile's first group goes on: by
-// one for every chunk of activations, and by one for every warp that is to copy those of FC2's tile of the same rows.
+// A group of 8 rows is gathered in parts, so that the first rows are soon there. The count of a tile's first group goes
+// on: by one for every chunk of activations, and by one for every warp that has waited for those of FC2's tiles.
 constexpr u32 kParts = 2, kPartSteps = (kFc1Steps + kParts - 1) / kParts;
 constexpr u32 kRowCopiers = kStageSteps;
+// The step of the next tile behind which a tile's activations are there, mostly.
+constexpr u32 kTellStep = 4;
 constexpr u32 kActivated = kParts + Gemm<true>::kWeightBlocks * kStorers;
 constexpr u32 kRead = kActivated + Gemm<false>::kWeightBlocks * kRowCopiers;
 
@@ -176,6 +178,9 @@ struct Seat {
 
     /// Whether this thread stores activations: of a chunk of 64 columns one does.
     DEVICE bool is_storer() const { return threadIdx.x % kGroupThreads == 0 && group < kStorers; }
+
+    /// Whether a thread of this warp does. A vote, so that the compiler knows that no warp parts here.
+    DEVICE bool is_storing() const { return __any_sync(kAllLanes, is_storer()); }
 };
 
 /// What scales sums back to weights' values before their global scale. A power of two: it may be applied to either factor.

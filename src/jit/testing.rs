@@ -25,5 +25,9 @@ pub fn check_hot(compiler: &Compiler, request: &KernelRequest) -> Result<(), Str
         return Err(format!("{} touches local memory: {usage:?}", request.describe()));
     }
     // The second is what the compiler says, as mere information, of products that wait for each other.
-    if ["warning", "Potential Performance Loss"].iter().any(|word| compiled.log.contains(word)) { Err(format!("{}:\n{}", request.describe(), compiled.log)) } else { Ok(()) }
+    if ["warning", "Potential Performance Loss"].iter().any(|word| compiled.log.contains(word)) {
+        Err(format!("{}:\n{}", request.describe(), compiled.log))
+    } else {
+        Ok(())
+    }
 }

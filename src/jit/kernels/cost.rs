@@ -43,8 +43,7 @@ const fn wgmma(block_rows: u32, [tile_ns, rows_ns]: [u32; 2]) -> TileCost {
     TileCost { schedule: Schedule::Wgmma { block_rows }, weight_blocks: 0, tile_ns, rows_ns }
 }
 
-pub(super) const MMA_SYNC: [TileCost; 4] =
-    [mma_sync(8, 296), mma_sync(16, 348), mma_sync(32, 484), mma_sync(64, 792)];
+pub(super) const MMA_SYNC: [TileCost; 4] = [mma_sync(8, 296), mma_sync(16, 348), mma_sync(32, 484), mma_sync(64, 792)];
 pub(super) const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
 /// Of FC1: FC2's are in proportion.
 pub(super) const WGMMA: [TileCost; 3] =

@@ -1,7 +1,7 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
 mod ceilings;
-mod cost;
+pub mod cost;
 pub mod deal;
 mod dense;
 pub mod dispatch;

@@ -41,7 +41,8 @@ impl Group {
         }
         let table = DealTable::new(&formats);
         let of_group = |wanted: &MayRun| {
-            let is_wanted = |known: &Compiled| (known.weights, known.schedule) == (wanted.weights, wanted.cost.schedule);
+            let is_wanted =
+                |known: &Compiled| (known.weights, known.schedule) == (wanted.weights, wanted.cost.schedule);
             let at = self.programs.iter().position(is_wanted);
             at.unwrap_or_else(|| unreachable!("{wanted:?} was compiled when the experts were packed"))
         };

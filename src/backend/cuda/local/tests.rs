@@ -1,4 +1,6 @@
-//! What every schedule takes by itself, which the costs in `src/jit/kernels/cost.rs` are fitted to: a table, not a check.
+//! Tiles of every schedule against each other; and what each takes by itself, which the costs in `src/jit/kernels/cost.rs`
+//! are fitted to: a table, not a check.
+#![expect(clippy::cast_possible_truncation, reason = "small numbers")]
 
 use super::*;
 use crate::backend::cuda;
@@ -102,13 +104,13 @@ fn gpu_times_of_every_schedule() {
     let wanted = std::env::var("LOCKSTEP_TEST_GEOMETRY").ok();
     for geometry in GEOMETRIES.iter().filter(|geometry| wanted.as_ref().is_none_or(|name| name == geometry.name)) {
         let Geometry { name, num_experts, hidden, intermediate, activation } = *geometry;
-        let spec = ExpertsSpec { hidden, intermediate, activation, quantise_activations: false, batch_invariant: false };
+        let spec =
+            ExpertsSpec { hidden, intermediate, activation, quantise_activations: false, batch_invariant: false };
         let (layer, values) = layer(&opened, spec, LocalSize { num_experts, num_sets: NUM_SETS });
         let tokens = LocalTokens { values: &values, scale: 1.0 };
         let free = Chooser { family: crate::jit::kernels::Family::Wgmma, batch_invariant: false };
         let invariant = Chooser { batch_invariant: true, ..free };
-        let all: BTreeSet<Schedule> =
-            free.all(&layer.gemm).into_iter().chain(invariant.all(&layer.gemm)).collect();
+        let all: BTreeSet<Schedule> = free.all(&layer.gemm).into_iter().chain(invariant.all(&layer.gemm)).collect();
         layer.shared.programs.load(&all, &layer.gemm).unwrap();
         for (line, counts) in lines(num_experts) {
             let most = counts.iter().copied().max().unwrap_or(0);
