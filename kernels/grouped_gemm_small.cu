@@ -100,7 +100,7 @@ DEVICE u32 sum_at(u32 j, u32 n, u32 c, u32 lane) {
 /// Adds all warps' sums of a unit, in the order of K. A warp reduces rows 2 t + {0, 1} of each row tile; its lane
 /// 4 g + 2 j + c has columns (j, g) of row c: both halves' sums of all 8 warps.
 DEVICE void add_slices(u32 sums, u32 n, float (&halves)[2]) {
-    const u32 lane = threadIdx.x % kWarp, t = warp_idx() % 4, g = lane / 4, j = lane / 2 % 2, c = lane % 2;
+    const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4, g = lane / 4, j = lane / 2 % 2, c = lane % 2;
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         float sum = 0.0f;
@@ -133,7 +133,7 @@ DEVICE void requantise_unit(const Run& run, u32 t, float (&values)[kRowTiles], Q
 
 /// Stores a unit of FC1: one column of one row a lane, 16 unit + 2 g + j.
 DEVICE void store_fc1(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums, QuantCounts& counts) {
-    const u32 lane = threadIdx.x % kWarp, t = warp_idx() % 4;
+    const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
     float values[kRowTiles];
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
@@ -155,7 +155,7 @@ DEVICE void store_fc1(const GroupedGemmArgs& args, const Run& run, u32 unit, u32
 
 /// Stores a unit of FC2: two columns of one row a lane, 32 unit + 4 g + 2 j + {0, 1}.
 DEVICE void store_fc2(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums) {
-    const u32 lane = threadIdx.x % kWarp, t = warp_idx() % 4;
+    const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
     const u32 column = unit * kUnitRows + 2 * (lane / 2);
 #pragma unroll
     for (u32 n = 0; n < kRowTiles; ++n) {
@@ -176,7 +176,7 @@ template <bool kIsFc1>
 DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring& ring, Feed& feed, u32 sums,
                     u32& turn, QuantCounts& counts) {
     using G = Gemm<kIsFc1>;
-    const u32 lane = threadIdx.x % kWarp, warp = warp_idx();
+    const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const Slice<kIsFc1> slice = Slice<kIsFc1>::mine();
     const u32 num_runs = plan.num_runs;
     Sources<kIsFc1> sources;
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
     __shared__ alignas(8) u64 barriers[kWarps * NUM_STAGES];
     __shared__ Plan<true> fc1;
     __shared__ Plan<false> fc2;
-    const u32 shared = shared_address(shared_memory), warp = warp_idx(), lane = threadIdx.x % kWarp;
+    const u32 shared = shared_address(shared_memory), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     // Plan both products at once, and set up the ring
     Ring ring = {shared + warp * NUM_STAGES * kSlotBytes, shared_address(barriers) + warp * NUM_STAGES * 8, 0, 0, 0,

@@ -81,7 +81,7 @@ struct Slice {
 
     DEVICE static Slice mine() {
         constexpr u32 kSteps = Gemm<kIsFc1>::kSteps;
-        const u32 warp = warp_idx();
+        const u32 warp = threadIdx.x / kWarp;
         const u32 first = kSteps * warp / kWarps;
         return {first, kSteps * (warp + 1) / kWarps - first};
     }
