@@ -67,6 +67,8 @@ struct Gemm {
 // on: by one for every chunk of activations, and by one for every warp that has waited for those of FC2's tiles.
 constexpr u32 kParts = 2, kPartSteps = (kFc1Steps + kParts - 1) / kParts;
 constexpr u32 kRowCopiers = kStageSteps;
+// Stages before a tile's last at which the next tile is asked for: the answer takes longer than one.
+constexpr u32 kAskStages = 4;
 // The step of the next tile behind which a tile's activations are there, mostly.
 constexpr u32 kTellStep = 4;
 constexpr u32 kActivated = kParts + Gemm<true>::kWeightBlocks * kStorers;

@@ -47,7 +47,7 @@ pub(super) const MMA_SYNC: [TileCost; 4] = [mma_sync(8, 296), mma_sync(16, 348),
 pub(super) const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
 /// Of FC1: FC2's are in proportion.
 pub(super) const WGMMA: [TileCost; 3] =
-    [wgmma(64, [17_400, 3_340]), wgmma(128, [19_100, 3_340]), wgmma(256, [15_000, 1_960])];
+    [wgmma(64, [17_000, 3_200]), wgmma(128, [17_280, 3_340]), wgmma(256, [14_400, 1_900])];
 
 impl TileCost {
     /// What all tiles take over all multiprocessors, and half of the longest one, at which some wait in the end; nothing is
