@@ -30,7 +30,7 @@ use crate::cuda::CudaError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::nodes::Nodes;
-use crate::dispatch::transport::ForwardError;
+use crate::dispatch::passing::ForwardError;
 use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::Injected;
