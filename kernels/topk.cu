@@ -160,11 +160,12 @@ DEVICE void mask_groups(Scores& row) {
 
 extern "C" __global__ void __launch_bounds__(256) select_topk(const __grid_constant__ TopkArgs args) {
     const u32 lane = threadIdx.x % kWarp;
-    const u64 warp = (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-    const u64 num_warps = static_cast<u64>(gridDim.x) * blockDim.x / kWarp;
-    for (u64 token = warp, end = number_of(args.live_tokens, args.num_tokens); token < end; token += num_warps) {
+    // 32 bits, which all tokens fit that have logits in a GPU's memory: there is no register left for more.
+    const u32 num_warps = gridDim.x * (blockDim.x / kWarp);
+    const u32 num_tokens = static_cast<u32>(number_of(args.live_tokens, args.num_tokens));
+    for (u32 token = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp; token < num_tokens; token += num_warps) {
         Scores row;
-        const bool has_any = score_row(args.logits + token * NUM_EXPERTS, args.bias, row);
+        const bool has_any = score_row(args.logits + static_cast<u64>(token) * NUM_EXPERTS, args.bias, row);
         if (TOPK_GROUP < NUM_GROUPS && has_any) mask_groups(row);
 
         // The best, one by one; lane i keeps the i-th
@@ -228,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(256) select_topk(const __grid_const
         if (lane < NUM_TOPK) {
             // Nothing to choose: the first experts, which weigh nothing.
             const u32 at = has_slots ? slot : lane;
-            args.idx[token * NUM_TOPK + at] = static_cast<int>(has_slots ? expert : lane);
-            args.weights[token * NUM_TOPK + at] = has_slots ? weight : 0.0f;
+            args.idx[static_cast<u64>(token) * NUM_TOPK + at] = static_cast<int>(has_slots ? expert : lane);
+            args.weights[static_cast<u64>(token) * NUM_TOPK + at] = has_slots ? weight : 0.0f;
         }
     }
 }

@@ -247,6 +247,14 @@ silent_peer() {
         "/proc/$1/net/tcp" "/proc/$1/net/tcp6" 2>/dev/null)
 }
 
+# remove_session PID: removes the files that Open MPI 4's mpirun keeps while it runs, and leaves where it ends in the middle.
+remove_session() {
+    local sessions
+    sessions=${TMPDIR:-/tmp}/ompi.$(uname -n).$(id -u)
+    rm -rf "$sessions/pid.$1"
+    rmdir "$sessions" 2>/dev/null || true
+}
+
 # end_if_cut_off PID: waits for the end of a launcher of ranks on several hosts, and ends it, with 9, once a host does not answer
 # it. Open MPI's mpirun would wait for that host's daemon, until the kernel gives up after a quarter of an hour.
 end_if_cut_off() {
@@ -271,9 +279,7 @@ end_if_cut_off() {
     fi
     # shellcheck disable=SC2046 # a word each
     kill -KILL $(children_of "$1") "$1" 2>/dev/null || true
-    # Open MPI 4 keeps these for as long as it runs.
-    rm -rf "${TMPDIR:-/tmp}/ompi.$(uname -n).$(id -u)/pid.$1"
-    rmdir "${TMPDIR:-/tmp}/ompi.$(uname -n).$(id -u)" 2>/dev/null || true
+    remove_session "$1"
     return 9
 }
 
@@ -327,6 +333,7 @@ run_to_end() {
     fi
     # Told when all was done, there was nothing to end.
     if [ -n "$told" ] && [ "$code" -ne 0 ]; then
+        remove_session "$pid"
         case $told in
         HUP) code=129 name='a hang-up (SIGHUP)' ;;
         INT) code=130 name='Ctrl-C (SIGINT)' ;;
