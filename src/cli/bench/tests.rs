@@ -1,3 +1,5 @@
+//! The bench of expert computation on CPUs, and which options go with which bench.
+
 use clap::Parser;
 use clap::error::ErrorKind;
 
