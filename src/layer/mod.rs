@@ -154,7 +154,8 @@ impl Classify for LayerError {
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
             Self::Refused(error) => error.exit(),
-            Self::Prepare { .. } | Self::NoSuchLayer { .. } => Exit::BadInput,
+            Self::Prepare { source, .. } => source.exit(),
+            Self::NoSuchLayer { .. } => Exit::BadInput,
         }
     }
 
