@@ -136,7 +136,8 @@ impl Lanes {
     /// Of no more than 255 groups.
     fn of(groups: &[[u8; LANES]]) -> Self {
         let (mut least, mut most, mut others) = ([u8::MAX; LANES], [0; LANES], [0; LANES]);
-        let (mut num_saturated, mut num_zero) = ([0; LANES], [0; LANES]);
+        // Wrapping, though none can: a check of each would be all that a debug build does.
+        let (mut num_saturated, mut num_zero) = ([0_u8; LANES], [0_u8; LANES]);
         for group in groups {
             for lane in 0..LANES {
                 let bits = if group[lane] == 0x80 { 0 } else { group[lane] };
@@ -145,8 +146,8 @@ impl Lanes {
                 // Normal values have their mantissa in the low three bits; 1 to 7 are as many of the smallest steps.
                 let low = if bits < 8 { bits & bits.wrapping_sub(1) } else { bits & 7 };
                 others[lane] |= low;
-                num_saturated[lane] += u8::from(bits == E4M3_MAX);
-                num_zero[lane] += u8::from(bits == 0);
+                num_saturated[lane] = num_saturated[lane].wrapping_add(u8::from(bits == E4M3_MAX));
+                num_zero[lane] = num_zero[lane].wrapping_add(u8::from(bits == 0));
             }
         }
         Self { least, most, others, num_saturated, num_zero }
