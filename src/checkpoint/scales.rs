@@ -364,7 +364,7 @@ mod tests {
             match check_block_scales(&bits) {
                 Err(bad) => {
                     prop_assert_eq!(bad.num_bad, num_bad);
-                    prop_assert_eq!(bad.position, values.iter().position(|value| !(*value >= 0.0)).unwrap());
+                    prop_assert_eq!(bad.position, values.iter().position(|value| value.is_nan() || *value < 0.0).unwrap());
                     prop_assert_eq!(bad.bits, bits[bad.position]);
                 }
                 Ok(summary) => prop_assert_eq!((num_bad, summary), (0, ScaleSummary {
