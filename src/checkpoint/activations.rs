@@ -47,6 +47,8 @@ pub struct Activations {
 }
 
 impl Activations {
+    const WANTED: &str = "BF16 or F32 [rows, columns]";
+
     /// Finds a two-dimensional BF16 or F32 tensor of a safetensors file.
     ///
     /// Without a name the file must hold exactly one such tensor.
@@ -54,17 +56,16 @@ impl Activations {
     /// # Errors
     /// If the file is unreadable or lies about itself, if there is no such tensor or more than one, or if it has another form.
     pub fn open(path: &Path, tensor: Option<&str>) -> Result<Self, CheckpointError> {
-        const WANTED: &str = "BF16 or F32 [rows, columns]";
         let file = File::open(path)?;
         let entry = match tensor {
             Some(name) => file.named(name)?,
             None => file.only_matrix()?,
         };
-        let (num_rows, num_columns) = file.matrix_dims(entry, WANTED)?;
+        let (num_rows, num_columns) = file.matrix_dims(entry, Self::WANTED)?;
         let dtype = match entry.dtype {
             Dtype::BF16 => MatrixDtype::Bf16,
             Dtype::F32 => MatrixDtype::F32,
-            _ => return Err(file.form(entry, WANTED.to_owned())),
+            _ => return Err(file.form(entry, Self::WANTED.to_owned())),
         };
         let entry = entry.clone();
         Ok(Self { file, entry, num_rows, num_columns, dtype })
@@ -85,7 +86,8 @@ impl Activations {
         for run in rows.chunk_by(|one, next| one + 1 == *next) {
             let begin = self.entry.begin + run[0] as u64 * row_bytes;
             let part = TensorEntry { begin, end: begin + run.len() as u64 * row_bytes, ..self.entry.clone() };
-            values.extend(map::read_floats(&self.file.shard, &part)?.unwrap_or_default());
+            let read = map::read_floats(&self.file.shard, &part)?;
+            values.extend(read.ok_or_else(|| self.file.form(&self.entry, Self::WANTED.to_owned()))?);
         }
         Ok(values)
     }

@@ -116,41 +116,76 @@ pub(crate) struct BadBlockScale {
     pub(crate) num_bad: u64,
 }
 
-/// How often each byte occurs. Neighbours count apart: most scales are alike, and one counter would wait for itself.
-fn histogram(bits: &[u8]) -> [u64; 256] {
-    const WAYS: usize = 8;
-    let mut counts = [[0_u64; 256]; WAYS];
-    let (groups, rest) = bits.as_chunks::<WAYS>();
-    for group in groups {
-        for (counts, byte) in counts.iter_mut().zip(group) {
-            counts[usize::from(*byte)] += 1;
+/// Scales that are compared side by side.
+const LANES: usize = 32;
+
+/// What some bits are as block scales, lane by lane. The bits of e4m3 values from 0 up are in the order of the values, so that
+/// all of it is found by comparing bytes, a vector of them at a time. -0 counts as 0.
+struct Lanes {
+    /// The least bits of a value that is not zero, less 1; `u8::MAX` where there is none.
+    least: [u8; LANES],
+    /// The most bits; NaN and all below zero come behind 448.
+    most: [u8; LANES],
+    /// Not 0 where a value from 0 to 448 is no power of two.
+    others: [u8; LANES],
+    num_saturated: [u8; LANES],
+    num_zero: [u8; LANES],
+}
+
+impl Lanes {
+    /// Of no more than 255 groups.
+    fn of(groups: &[[u8; LANES]]) -> Self {
+        let (mut least, mut most, mut others) = ([u8::MAX; LANES], [0; LANES], [0; LANES]);
+        // Wrapping, though none can: a check of each would be all that a debug build does.
+        let (mut num_saturated, mut num_zero) = ([0_u8; LANES], [0_u8; LANES]);
+        for group in groups {
+            for lane in 0..LANES {
+                let bits = if group[lane] == 0x80 { 0 } else { group[lane] };
+                least[lane] = least[lane].min(bits.wrapping_sub(1));
+                most[lane] = most[lane].max(bits);
+                // Normal values have their mantissa in the low three bits; 1 to 7 are as many of the smallest steps.
+                let low = if bits < 8 { bits & bits.wrapping_sub(1) } else { bits & 7 };
+                others[lane] |= low;
+                num_saturated[lane] = num_saturated[lane].wrapping_add(u8::from(bits == E4M3_MAX));
+                num_zero[lane] = num_zero[lane].wrapping_add(u8::from(bits == 0));
+            }
         }
+        Self { least, most, others, num_saturated, num_zero }
     }
-    for byte in rest {
-        counts[0][usize::from(*byte)] += 1;
-    }
-    std::array::from_fn(|byte| counts.iter().map(|counts| counts[byte]).sum())
 }
 
 /// Checks e4m3 bits as block scales: no NaN, nothing below zero (minus zero is zero).
 pub(crate) fn check_block_scales(bits: &[u8]) -> Result<ScaleSummary, BadBlockScale> {
-    let histogram = histogram(bits);
-    let bad = |byte: u8| byte & 0x7F == 0x7F || byte > 0x80;
-    let num_bad = (0..=255).filter(|&byte| bad(byte)).map(|byte| histogram[usize::from(byte)]).sum();
-    if num_bad > 0
-        && let Some((position, &bits)) = bits.iter().enumerate().find(|(_, byte)| bad(**byte))
+    let (mut least, mut most, mut powers_of_two, mut num_saturated, mut num_zero) = (u8::MAX, 0, true, 0, 0);
+    let mut add = |found: Lanes| {
+        least = found.least.into_iter().fold(least, u8::min);
+        most = found.most.into_iter().fold(most, u8::max);
+        powers_of_two &= found.others == [0; LANES];
+        num_saturated += found.num_saturated.into_iter().map(u64::from).sum::<u64>();
+        num_zero += found.num_zero.into_iter().map(u64::from).sum::<u64>();
+    };
+    let (groups, rest) = bits.as_chunks::<LANES>();
+    groups.chunks(usize::from(u8::MAX)).for_each(|groups| add(Lanes::of(groups)));
+    // Zeros fill up the last group, and count for nothing but zeros.
+    let mut last = [0; LANES];
+    last[..rest.len()].copy_from_slice(rest);
+    add(Lanes::of(&[last]));
+    num_zero -= (LANES - rest.len()) as u64;
+    let bad = |bits: u8| bits & 0x7F == 0x7F || bits > 0x80;
+    if most > E4M3_MAX
+        && let Some((position, &first)) = bits.iter().enumerate().find(|(_, bits)| bad(**bits))
     {
-        let what = if bits & 0x7F == 0x7F { "NaN" } else { "negative" };
-        return Err(BadBlockScale { position, bits, what, num_bad });
+        let what = if first & 0x7F == 0x7F { "NaN" } else { "negative" };
+        let num_bad = bits.iter().filter(|bits| bad(**bits)).count() as u64;
+        return Err(BadBlockScale { position, bits: first, what, num_bad });
     }
-    let present = || (1..=E4M3_MAX).filter(|&byte| histogram[usize::from(byte)] > 0);
     Ok(ScaleSummary {
         count: bits.len() as u64,
-        smallest: present().next().map_or(0.0, e4m3::decode),
-        largest: present().next_back().map_or(0.0, e4m3::decode),
-        num_saturated: histogram[usize::from(E4M3_MAX)],
-        num_zero: histogram[0] + histogram[0x80],
-        powers_of_two: present().all(|byte| is_power_of_two(e4m3::decode(byte))),
+        smallest: if most == 0 { 0.0 } else { e4m3::decode(least + 1) },
+        largest: e4m3::decode(most),
+        num_saturated,
+        num_zero,
+        powers_of_two,
     })
 }
 
@@ -303,13 +338,43 @@ mod tests {
         assert!(is_power_of_two(f32::from_bits(1)) && !is_power_of_two(f32::from_bits(3)));
     }
 
+    /// Scales as checkpoints have them, one bad one among many, powers of two, anything at all, and more than lanes count.
+    fn scales() -> impl Strategy<Value = Vec<u8>> {
+        let some = |bits: std::ops::RangeInclusive<u8>| proptest::collection::vec(bits, 0..300);
+        let with_one = (some(0..=0x7E), any::<u8>(), any::<prop::sample::Index>()).prop_map(|(mut bits, one, at)| {
+            bits.push(one);
+            let at = at.index(bits.len());
+            let last = bits.len() - 1;
+            bits.swap(at, last);
+            bits
+        });
+        let powers = some(0..=15).prop_map(|bits| bits.into_iter().map(|bits| bits << 3).collect());
+        let many = (0..=0x80_u8, 8100..8300_usize).prop_map(|(bits, len)| vec![bits; len]);
+        prop_oneof![some(0..=0x7E), with_one, powers, some(0..=255), many]
+    }
+
     proptest! {
+        /// Found by comparing bits, all is what it is found to be by values one by one.
         #[test]
-        fn every_byte_is_counted(bits in proptest::collection::vec(0_u8..=255, 0..300)) {
-            let counts = histogram(&bits);
-            for byte in 0..=255 {
-                let wanted = bits.iter().filter(|found| **found == byte).count() as u64;
-                prop_assert_eq!(counts[usize::from(byte)], wanted);
+        fn bits_are_summed_up_like_values(bits in scales()) {
+            let values: Vec<f32> = bits.iter().map(|bits| e4m3::decode(*bits)).collect();
+            let num_bad = values.iter().filter(|value| value.is_nan() || **value < 0.0).count() as u64;
+            let above = || values.iter().copied().filter(|value| *value > 0.0);
+            let count = |wanted: f32| values.iter().filter(|value| **value == wanted).count() as u64;
+            match check_block_scales(&bits) {
+                Err(bad) => {
+                    prop_assert_eq!(bad.num_bad, num_bad);
+                    prop_assert_eq!(bad.position, values.iter().position(|value| value.is_nan() || *value < 0.0).unwrap());
+                    prop_assert_eq!(bad.bits, bits[bad.position]);
+                }
+                Ok(summary) => prop_assert_eq!((num_bad, summary), (0, ScaleSummary {
+                    count: bits.len() as u64,
+                    smallest: above().reduce(f32::min).unwrap_or(0.0),
+                    largest: above().fold(0.0, f32::max),
+                    num_saturated: count(448.0),
+                    num_zero: count(0.0),
+                    powers_of_two: above().all(is_power_of_two),
+                })),
             }
         }
 

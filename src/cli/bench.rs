@@ -1,9 +1,11 @@
 //! `lockstep bench`: the expert computation of one rank, on its cores or its GPU, next to what the machine could do at best;
-//! what agreement costs all ranks; what dispatch and combine cost their GPUs; or how fast a checkpoint's experts are loaded.
+//! what agreement costs all ranks; what dispatch and combine cost their GPUs; how fast a checkpoint's experts are loaded; or
+//! what a whole layer of one takes.
 //!
-//! Needs no checkpoint but for the last: weights and tokens are made up. Only what ranks do together needs MPI.
+//! Needs no checkpoint but for the last two: weights and tokens are made up. Only what ranks do together needs MPI.
 
 mod agreement;
+mod figures;
 mod gpu;
 mod gpu_report;
 mod layer;
@@ -15,7 +17,6 @@ mod rows;
 mod travel;
 mod work;
 
-use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -33,7 +34,7 @@ use crate::select::InstructionSet;
 use crate::select::tactics::TacticError;
 
 use super::failure::Failure;
-use super::output::{self, OutputError};
+use figures::{show, us};
 pub use gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
 pub use layer::LayerArgs;
 pub use load::{LoadArgs, LoadReport};
@@ -50,17 +51,23 @@ const REPEATS: usize = 9;
 /// Memory that is read to find the machine's bandwidth: beyond any cache.
 const READ_BYTES: usize = 512 << 20;
 
+/// Options that only the expert computation reads. What else is timed refuses them: ignored, they would pass for heeded.
+const EXPERTS_ALONE: [&str; 9] =
+    ["hidden", "intermediate", "experts", "rows_per_expert", "counts", "tuning", "batch_invariant", "alone", "plot"];
+
 /// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; with
-/// --agreement, what it costs ranks to agree; with --load, the loading of a checkpoint's experts.
+/// --agreement, what it costs ranks to agree; with --travel, dispatch and combine; with --load, the loading of a checkpoint's
+/// experts; with --layer, a whole layer.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// Times the agreements of a session over Kimi K3's 92 layers instead, and counts what they exchange; under a
     /// launcher, over all its ranks.
-    #[arg(long, conflicts_with_all = ["geometry", "hidden", "intermediate", "experts", "rows_per_expert", "backend",
-        "isa", "threads", "activations", "rows"])]
+    #[arg(long, conflicts_with_all = EXPERTS_ALONE,
+        conflicts_with_all = ["geometry", "rows", "backend", "isa", "threads", "activations", "cache_dir"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
-    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"], required_unless_present_any = ["agreement", "load", "layer"])]
+    #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"],
+        required_unless_present_any = ["agreement", "load", "layer"])]
     pub geometry: Option<BenchGeometry>,
     /// Width of the experts' input and output.
     #[arg(long, value_name = "N")]
@@ -78,7 +85,7 @@ pub struct BenchArgs {
     #[arg(long, value_enum, value_name = "FORM,...", value_delimiter = ',', default_value = "uniform")]
     pub rows: Vec<RowForm>,
     /// Rows of each expert on a GPU, a line of the table for each list in this JSON file: [[rows of expert 0, ...], ...].
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "rows_per_expert", "agreement", "travel"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rows", "rows_per_expert"])]
     pub counts: Option<PathBuf>,
     /// The technique: simd, reference, wgmma or mma_sync. The last two time what a GPU does, with weights that no cache
     /// holds, as replays of a graph.
@@ -99,18 +106,17 @@ pub struct BenchArgs {
     /// One order over K for every number of rows, also where another is faster.
     #[arg(long)]
     pub batch_invariant: bool,
-    /// Measurements of which the median is printed; absent: 9, on GPUs 30.
+    /// Measurements of which the median is printed; absent: 9, on GPUs 30, with --travel 9, with --load 5.
     #[arg(long, value_name = "N")]
     pub repeats: Option<usize>,
     /// Measures a GPU's lines one after the other, each on a card that has rested, instead of in turns.
-    #[arg(long, conflicts_with_all = ["agreement", "travel"])]
+    #[arg(long)]
     pub alone: bool,
-    /// Where a GPU's compiled kernels are looked for and kept, in the shared layer that `lockstep warmup` fills; absent: all are
-    /// compiled.
-    #[arg(long, value_name = "DIR", conflicts_with = "agreement")]
+    /// Where a GPU's compiled kernels are looked for and kept, as `lockstep warmup` fills it; absent: all are compiled.
+    #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
     /// Also draws time against rows into this file, as SVG, with what memory and arithmetic allow.
-    #[arg(long, value_name = "FILE", conflicts_with = "agreement")]
+    #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
     /// Prints one JSON object instead of the table.
     #[arg(long)]
@@ -250,32 +256,16 @@ impl Classify for BenchError {
 /// As [`run`], or if standard output cannot be written.
 pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     if args.agreement {
-        return match args.repeats.unwrap_or(REPEATS) {
-            0 => Err(BenchError::Zero { option: "--repeats" }.into()),
-            repeats => agreement::command(repeats, args.json, env),
-        };
+        return agreement::command(args, env);
     }
     if let Some(checkpoint) = &args.load.load {
         return load::command(checkpoint, args, env);
     }
     if let Some(checkpoint) = &args.layer.layer {
-        let (activations, json, repeats) = (args.activations, args.json, args.repeats.unwrap_or(gpu::REPEATS));
-        let (tokens, backend) = (&args.layer.layer_tokens[..], &args.backend[..]);
-        let cache_dir = args.layer.layer_cache_dir.as_deref();
-        return match (repeats, cuda::family(backend)) {
-            (0, _) => Err(BenchError::Zero { option: "--repeats" }.into()),
-            (_, None) => Err(BenchError::Layer { backend: backend.to_owned() }.into()),
-            _ => layer::command(
-                &layer::Asked { checkpoint, cache_dir, tokens, backend, activations, repeats, json },
-                env,
-            ),
-        };
+        return layer::command(checkpoint, args, env);
     }
     if let (true, Some(geometry)) = (args.travel.travel, args.geometry) {
-        return match args.repeats.unwrap_or(REPEATS) {
-            0 => Err(BenchError::Zero { option: "--repeats" }.into()),
-            repeats => travel::command(args, (geometry, repeats), env),
-        };
+        return travel::command(args, geometry, env);
     }
     let gpu = [cuda::WGMMA, cuda::MMA_SYNC].into_iter().find(|technique| *technique == args.backend);
     match gpu {
@@ -293,14 +283,18 @@ pub fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     Ok(Exit::Fine)
 }
 
+/// Measurements: as many as asked for, else `default`.
+fn repeats(args: &BenchArgs, default: usize) -> Result<usize, BenchError> {
+    match args.repeats.unwrap_or(default) {
+        0 => Err(BenchError::Zero { option: "--repeats" }),
+        repeats => Ok(repeats),
+    }
+}
+
 /// Writes the picture that was asked for.
 fn draw(args: &BenchArgs, plot: impl Fn() -> Plot) -> Result<(), BenchError> {
     let Some(path) = &args.plot else { return Ok(()) };
     Ok(checkpoint::write_atomically(path, &|out| out.write_all(plot().svg().as_bytes()))?)
-}
-
-fn show(report: &(impl Serialize + Display), json: bool) -> Result<(), OutputError> {
-    if json { output::json(report) } else { output::line(report.to_string().trim_end()) }
 }
 
 /// Packs experts, times them, and measures the ceilings in between.
@@ -319,7 +313,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
     if args.counts.is_some() {
         return Err(BenchError::CountsOnCpu { backend: args.backend.clone() });
     }
-    let repeats = args.repeats.unwrap_or(REPEATS);
+    let repeats = repeats(args, REPEATS)?;
     let host = backend::Machine { num_threads: args.threads, isa: Some(isa), ..backend::Machine::default() };
     let backend = build(&args.backend, &host)?;
     let mut noise = Noise(1);
@@ -342,7 +336,7 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
         for work in &mut works {
             let start = Instant::now();
             work.run(&*experts)?;
-            work.times_us.push(start.elapsed().as_secs_f64() * 1e6);
+            work.times_us.push(us(start.elapsed()));
         }
     }
     let ceilings = Ceilings { weight_bytes: experts.weight_bytes() as f64, read_gbyte_per_s, fma_gflops };
@@ -364,16 +358,14 @@ fn run_reading(args: &BenchArgs, read_bytes: usize) -> Result<BenchReport, Bench
 
 fn row(ceilings: &Ceilings, experts: &dyn Experts, work: Work) -> BenchRow {
     let tactic = experts.tactics()[work.tactic.index()];
-    BenchRow { tactic, tactics_us: work.tactics_us, ..ceilings.row(work.rows_per_expert, work.flops, work.times_us) }
+    BenchRow { tactic, tactics_us: work.tactics_us, ..ceilings.row(work.rows_per_expert, work.flops, &work.times_us) }
 }
 
 /// The spec, of options that make sense.
 fn checked(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
-    for (option, is_zero) in [
-        ("--experts", args.experts == 0),
-        ("--repeats", args.repeats == Some(0)),
-        ("--rows-per-expert", args.rows_per_expert.contains(&0)),
-    ] {
+    for (option, is_zero) in
+        [("--experts", args.experts == 0), ("--rows-per-expert", args.rows_per_expert.contains(&0))]
+    {
         if is_zero {
             return Err(BenchError::Zero { option });
         }
@@ -396,121 +388,4 @@ fn spec(args: &BenchArgs) -> Result<ExpertsSpec, BenchError> {
 }
 
 #[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        args: BenchArgs,
-    }
-
-    fn bench(line: &str) -> Result<BenchReport, BenchError> {
-        let words = std::iter::once("bench").chain(line.split_whitespace());
-        run_reading(&Line::try_parse_from(words).unwrap().args, 1 << 20)
-    }
-
-    #[test]
-    fn figures_follow_from_the_times() {
-        for mode in ["bf16", "quantised"] {
-            let line = format!(
-                "--hidden 64 --intermediate 48 --experts 2 --rows-per-expert 3,1 --repeats 3 --activations {mode}"
-            );
-            let report = bench(&line).unwrap();
-            assert_eq!(report.weight_bytes, 2 * 3 * (64 * 48 / 2 + 64 * 48 / 16));
-            assert_eq!(report.rows.iter().map(|row| row.rows_per_expert).collect::<Vec<_>>(), [3, 1]);
-            for row in &report.rows {
-                let flops = 2.0 * 3.0 * 64.0 * 48.0 * 2.0 * row.rows_per_expert as f64;
-                let near = |found: f64, expected: f64| (found / expected - 1.0).abs() < 1e-9;
-                assert!(near(row.gflops * row.median_us * 1e3, flops), "{row:?}");
-                assert!(near(row.packed_gbyte_per_s * row.median_us * 1e3, report.weight_bytes as f64), "{row:?}");
-                let by_memory = report.weight_bytes as f64 / report.read_gbyte_per_s / 1e3;
-                let by_flops = flops / report.fma_gflops / 1e3;
-                assert!(near(row.floor_us, by_memory.max(by_flops)), "{row:?}");
-                assert!(near(row.floor_share, row.bandwidth_share.max(row.peak_share)), "{row:?}");
-                assert!(row.min_us > 0.0 && row.min_us <= row.median_us, "{row:?}");
-            }
-            let text = report.to_string();
-            for part in ["floor = max(bytes / read, flops / peak)", "of peak", "rows/expert", &report.implementation] {
-                assert!(text.contains(part), "{part} is not in\n{text}");
-            }
-            let json = serde_json::to_value(&report).unwrap();
-            assert_eq!(json["rows"][1]["rows_per_expert"], 1);
-            assert_eq!(json["activations"], mode);
-        }
-    }
-
-    #[test]
-    fn a_picture_of_a_cpu_has_its_times_and_floors() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("out.svg");
-        let line = format!("--hidden 64 --intermediate 48 --rows-per-expert 3,1 --repeats 1 --plot {}", path.display());
-        let report = bench(&line).unwrap();
-        let args = Line::try_parse_from(std::iter::once("bench").chain(line.split_whitespace())).unwrap().args;
-        draw(&args, || report.plot()).unwrap();
-        let plot = report.plot();
-        let times: Vec<_> = plot.curves[0].points.iter().map(|point| (point.rows, point.us)).collect();
-        assert_eq!(times, [(1, report.rows[1].median_us), (3, report.rows[0].median_us)]);
-        assert_eq!(plot.floors.len(), 2);
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), plot.svg());
-        let nowhere = BenchArgs { plot: Some(dir.path().join("not/there.svg")), ..args };
-        assert_eq!(draw(&nowhere, || report.plot()).unwrap_err().exit(), Exit::BadInput);
-    }
-
-    #[test]
-    fn tuning_times_every_tactic_and_keeps_one() {
-        let line = "--hidden 64 --intermediate 48 --experts 2 --rows-per-expert 3,1 --repeats 1";
-        let untuned = bench(line).unwrap();
-        assert!(untuned.rows.iter().all(|row| row.tactics_us.is_empty()));
-        let first = untuned.rows[0].tactic;
-        assert!(!untuned.to_string().contains("tactic"), "{untuned}");
-        let tuned = bench(&format!("{line} --tuning on")).unwrap();
-        for row in &tuned.rows {
-            let took = |name| row.tactics_us.iter().find(|(known, _)| *known == name).expect("it was timed").1;
-            assert!(row.tactics_us.len() > 1 && row.tactics_us.iter().all(|(_, us)| *us > 0.0), "{row:?}");
-            assert!(took(row.tactic) <= took(first), "{row:?}");
-        }
-        assert!(tuned.to_string().contains("tactic"), "{tuned}");
-        assert!(bench(&format!("{line} --tuning on --backend reference")).is_ok(), "a backend without a choice");
-        assert!(Line::try_parse_from(["bench", "--geometry", "kimi-k3", "--tuning", "yes"]).is_err());
-    }
-
-    #[test]
-    fn both_backends_and_all_geometries_are_known() {
-        let reference =
-            bench("--hidden 32 --intermediate 16 --rows-per-expert 2 --repeats 1 --backend reference").unwrap();
-        assert_eq!(reference.implementation, "lockstep.reference.grouped_gemm.w4a16_nvfp4");
-        for (name, widths) in [("kimi-k3", (3584, 3072)), ("deepseek-v3", (7168, 2048)), ("qwen3-235b", (4096, 1536))] {
-            let args = Line::try_parse_from(["bench", "--geometry", name]).unwrap().args;
-            let spec = spec(&args).unwrap();
-            assert_eq!((spec.hidden, spec.intermediate), widths, "{name}");
-        }
-    }
-
-    #[test]
-    fn nonsense_is_refused_with_its_option() {
-        for (line, message) in [
-            ("--hidden 64 --intermediate 48 --repeats 0", "--repeats is 0; nothing would be timed"),
-            ("--hidden 64 --intermediate 48 --rows-per-expert 1,0", "--rows-per-expert is 0; nothing would be timed"),
-            ("--hidden 64 --intermediate 48 --experts 0", "--experts is 0; nothing would be timed"),
-            (
-                "--hidden 64 --intermediate 48 --rows one-hot",
-                "--rows has a form for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
-            ),
-            (
-                "--hidden 64 --intermediate 48 --counts f.json",
-                "--counts is for GPUs alone, and simd runs on CPUs: give --backend wgmma or mma_sync",
-            ),
-        ] {
-            let error = bench(line).unwrap_err();
-            assert_eq!((error.to_string().as_str(), error.exit()), (message, Exit::BadInput));
-        }
-        let error = bench("--hidden 72 --intermediate 48").unwrap_err();
-        assert_eq!(error.exit(), Exit::BadInput);
-        for line in [&["bench"][..], &["bench", "--hidden", "64"], &["bench", "--geometry", "gpt"]] {
-            assert!(Line::try_parse_from(line).is_err(), "{line:?}");
-        }
-    }
-}
+mod tests;

@@ -9,6 +9,16 @@ use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 use crate::select::RankSet;
 
+/// What stands in for a transport that all ranks have given up; nothing for hosts, which need none.
+#[must_use]
+pub const fn stand_in(given_up: Transport) -> Option<Transport> {
+    match given_up {
+        Transport::Nvlink => Some(Transport::Nccl),
+        Transport::Nccl => Some(Transport::Host),
+        Transport::Host | Transport::Auto => None,
+    }
+}
+
 /// What a rank says of its attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Report {

@@ -8,6 +8,7 @@ use crate::dispatch::combine::{self, CombineMode};
 use crate::dispatch::layout::TokenLayout;
 use crate::dispatch::nodes::Nodes;
 use crate::dispatch::packing::{local_id, pack};
+use crate::dispatch::passing::{ChunkTag, ForwardError, StepTag};
 use crate::dispatch::plan::{ComputePlan, DispatchPlan, NOT_HERE, Slots};
 use crate::dispatch::travel::Travel;
 use crate::dispatch::two_level::{ArrivalPlan, TwoLevelPlan};
@@ -17,8 +18,6 @@ use crate::numerics::nvfp4::QuantCounts;
 use crate::world::{Cargo, Group, Parts, World};
 
 mod forward;
-
-pub use crate::dispatch::passing::{ChunkTag, ForwardError, StepTag};
 
 /// Errors of a step's exchange, equal on all ranks.
 #[derive(Debug, thiserror::Error)]

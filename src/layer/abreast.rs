@@ -7,7 +7,7 @@ use rayon::ThreadPool;
 
 /// Experts that are read and packed at a time, which bounds what is mapped beside what is packed. Threads beyond that help
 /// to pack them.
-const MAX_ABREAST: usize = 8;
+const MAX_ABREAST: usize = 16;
 
 /// Does `work` for `0..num`, in that order but up to [`MAX_ABREAST`] at a time, on the threads of `pool`. Nothing is begun
 /// behind an index that failed.

@@ -1,12 +1,12 @@
 //! Who carries the tokens of a session: built by every rank, used if all of them could.
 
-use std::fmt;
 use std::rc::Rc;
 use std::time::Duration;
+use std::{fmt, iter};
 
 use crate::config::{Choice as _, Transport};
 use crate::dispatch::carrier::Carrier;
-use crate::dispatch::choice::{Report, Trail, Verdict, judge};
+use crate::dispatch::choice::{Report, Trail, Verdict, judge, stand_in};
 use crate::dispatch::device::Way;
 use crate::dispatch::nccl::{self, NcclCarrier, NcclOptions};
 use crate::dispatch::nvlink::{self, Nvlink, NvlinkError, NvlinkOptions};
@@ -85,12 +85,15 @@ impl Carriers {
         Ok(Self { staged, nccl, nvlink })
     }
 
-    /// How the tokens of a layer travel for which `transport` was selected: over the next best where that was given up. None
-    /// on hosts.
+    /// How the tokens of a layer travel for which `transport` was selected: over what stands in for it where that was given up.
+    /// None on hosts.
     pub fn of(&self, transport: Transport) -> Option<Way> {
-        let nvlink = self.nvlink.as_ref().filter(|_| transport == Transport::Nvlink);
-        let nccl = self.nccl.as_ref().filter(|_| transport != Transport::Host);
-        nvlink.or(nccl).or(self.staged.as_ref()).cloned()
+        let built = |transport| match transport {
+            Transport::Nvlink => self.nvlink.as_ref(),
+            Transport::Nccl => self.nccl.as_ref(),
+            Transport::Host | Transport::Auto => self.staged.as_ref(),
+        };
+        iter::successors(Some(transport), |transport| stand_in(*transport)).find_map(built).cloned()
     }
 
     /// Lets go of what ranks hold together: all of them have to be through with it.
@@ -211,7 +214,7 @@ impl Attempts<'_> {
 fn say_given_up(world: &World, transport: Transport, trail: &Trail) {
     if world.is_root() {
         let (given_up, why) = (transport.name(), trail.on_one_line());
-        let next = if transport == Transport::Nvlink { Transport::Nccl } else { Transport::Host }.name();
+        let next = stand_in(transport).unwrap_or(Transport::Host).name();
         tracing::warn!("tokens travel over {next} and not over {given_up}, which can't be built on every rank: {why}");
     }
 }

@@ -100,3 +100,17 @@ fn input_scale(projection: &Projection) -> Option<f32> {
         ProjectionData::Bf16(_) | ProjectionData::F32(_) => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exit::{Classify, Exit};
+
+    /// Memory that a machine has not is no fault of the checkpoint's.
+    #[test]
+    fn what_can_not_be_packed_ends_as_its_cause_does() {
+        let memory = BackendError::Memory { bytes: 1 << 40, source: std::io::ErrorKind::OutOfMemory.into() };
+        let exit = |source| prepare_error(Path::new("k3"), LayerIdx(1), source).exit();
+        assert_eq!([exit(memory), exit(BackendError::MixedExpert)], [Exit::Environment, Exit::BadInput]);
+    }
+}

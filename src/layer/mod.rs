@@ -30,7 +30,7 @@ use crate::cuda::CudaError;
 use crate::dispatch::capacity::{Capacity, CapacityError};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::nodes::Nodes;
-use crate::dispatch::transport::ForwardError;
+use crate::dispatch::passing::ForwardError;
 use crate::dispatch::travel::Travel;
 use crate::exit::{Classify, Exit, Known};
 use crate::fault::Injected;
@@ -154,7 +154,8 @@ impl Classify for LayerError {
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
             Self::Refused(error) => error.exit(),
-            Self::Prepare { .. } | Self::NoSuchLayer { .. } => Exit::BadInput,
+            Self::Prepare { source, .. } => source.exit(),
+            Self::NoSuchLayer { .. } => Exit::BadInput,
         }
     }
 

@@ -4,8 +4,9 @@
 use crate::backend::{BackendError, ExpertBatch, ForwardStats};
 use crate::dispatch::capacity::{Capacity, Chunks};
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::passing::{ChunkTag, StepTag};
 use crate::dispatch::plan::{ComputePlan, Slots};
-use crate::dispatch::transport::{ChunkTag, StepTag, TokenTransport, exchange_sizes};
+use crate::dispatch::transport::{TokenTransport, exchange_sizes};
 use crate::fault::{Action, Stage};
 use crate::numerics::nvfp4;
 use crate::routing::TopK;

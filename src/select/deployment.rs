@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::environment::Environment;
 use crate::config::{self, Activations, Choice, Combine, CombineDtype, Device, Levels, Payload, Transport};
+use crate::dispatch::placement::Placement;
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 use crate::numerics::activation::Activation;
@@ -66,8 +67,8 @@ impl ExpertSplit {
     pub fn counts(&self, num_experts: usize, num_ranks: usize) -> Vec<usize> {
         match self {
             Self::Even => {
-                let (base, extra) = (num_experts / num_ranks.max(1), num_experts % num_ranks.max(1));
-                (0..num_ranks).map(|rank| base + usize::from(rank < extra)).collect()
+                let of_rank = |rank| Placement::new(num_experts, num_ranks).local_experts(rank).len();
+                (0..num_ranks).map(Rank::from_index).map(of_rank).collect()
             }
             Self::Blocks(counts) => counts.clone(),
         }

@@ -12,7 +12,7 @@ const ORDER: &[&[&str]] = &[
     &["numerics"],
     &["routing"],
     &["model"],
-    &["config"],
+    &["config", "dispatch::placement"],
     &["select"],
     &["dispatch"],
     &["plan"],

@@ -179,8 +179,8 @@ impl DenseTools {
         Ok(())
     }
 
-    /// f32 rows of `width` values, blocks of 16, through NVFP4 with a global scale: `e2m1 * e4m3`. Adds to `counts` `[2]`, the block scales
-    /// that saturated and that became 0.
+    /// f32 rows of `width` values, blocks of 16, through NVFP4 with a global scale: `e2m1 * e4m3`. Adds to `counts` `[2]`, the
+    /// block scales that saturated and that became 0.
     ///
     /// # Safety
     /// `input` and `out` are the addresses of so many f32 and bf16 values, until the stream has come so far.

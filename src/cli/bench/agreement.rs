@@ -5,15 +5,16 @@
 use std::fmt;
 use std::time::Instant;
 
-use comfy_table::CellAlignment;
 use serde::Serialize;
 
 use super::super::failure::Failure;
-use super::super::output;
 use super::super::world::{START, StartError, fingerprint, with_world};
+use super::figures::{fastest, median, show_at_root, slowest, us};
+use super::{BenchArgs, REPEATS, markdown, repeats};
 use crate::config::{Deployment, Effective};
 use crate::dispatch::capacity::Capacity;
-use crate::dispatch::transport::{StepTag, exchange_sizes};
+use crate::dispatch::passing::StepTag;
+use crate::dispatch::transport::exchange_sizes;
 use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::facts::{self, BUILD};
@@ -21,7 +22,7 @@ use crate::ids::LayerIdx;
 use crate::layer::agreement::{agree_on, compare_trails};
 use crate::layer::{Asks, JitOptions, Jointly, PLAN, Part, SESSION, SessionOptions, must_match, select_jointly};
 use crate::model::{ModelError, MoeGeometry};
-use crate::report::{new_table, time};
+use crate::report::time;
 use crate::sample::{Geometry, SampleSpec};
 use crate::select::fingerprint::SessionBuilder;
 use crate::select::registry::Registry;
@@ -153,7 +154,7 @@ impl<'a> Timed<'a> {
         world.barrier();
         let (before, begin) = (world.traffic(), Instant::now());
         (self.run)()?;
-        let time_us = begin.elapsed().as_secs_f64() * 1e6;
+        let time_us = us(begin.elapsed());
         self.counted = world.traffic() - before;
         self.times_us.push(time_us);
         Ok(time_us)
@@ -163,17 +164,13 @@ impl<'a> Timed<'a> {
 /// Runs the benchmark on all ranks; rank 0 prints.
 ///
 /// # Errors
-/// If the ranks don't agree, or standard output can't be written.
-pub fn command(repeats: usize, as_json: bool, env: &EnvVars) -> Result<Exit, Failure> {
+/// If no measurements are asked for, the ranks don't agree, or standard output can't be written.
+pub(super) fn command(args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     with_world(env, |world| {
+        let repeats = world.agree(repeats(args, REPEATS))?;
         let environment = world.agree(facts::environment(world, env, None).map_err(StartError::from))?;
         let report = measure(world, &environment, repeats)?;
-        let shown = match (world.is_root(), as_json) {
-            (false, _) => Ok(()),
-            (true, true) => output::json(&report),
-            (true, false) => output::line(report.to_string().trim_end()),
-        };
-        world.agree(shown)?;
+        show_at_root(world, &report, args.json)?;
         Ok(Exit::Fine)
     })
 }
@@ -203,7 +200,7 @@ fn measure(world: &World, environment: &Environment, repeats: usize) -> Result<A
         of_session: timed.of_session,
         counted: timed.counted,
         predicted: timed.predicted,
-        median_us: slowest(world, quantile(timed.times_us, 0.5)),
+        median_us: slowest(world, median(&timed.times_us)),
     };
     let rows = timed.into_iter().map(row).collect();
     Ok(AgreementReport {
@@ -211,8 +208,8 @@ fn measure(world: &World, environment: &Environment, repeats: usize) -> Result<A
         num_layers: NUM_LAYERS,
         repeats,
         session_bytes: session.encode().len() as u64,
-        session_median_us: slowest(world, quantile(totals_us.clone(), 0.5)),
-        session_min_us: slowest(world, quantile(totals_us, 0.0)),
+        session_median_us: slowest(world, median(&totals_us)),
+        session_min_us: slowest(world, fastest(&totals_us)),
         rows,
     })
 }
@@ -300,43 +297,28 @@ fn of_a_step(world: &World) -> Vec<Timed<'_>> {
     ]
 }
 
-fn quantile(mut times_us: Vec<f64>, share: f64) -> f64 {
-    times_us.sort_by(f64::total_cmp);
-    let last = times_us.len().saturating_sub(1);
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of a small count")]
-    let at = (last as f64 * share) as usize;
-    times_us.get(at).copied().unwrap_or_default()
-}
-
-/// The largest of all ranks' times; collective.
-fn slowest(world: &World, time_us: f64) -> f64 {
-    world.all_gather_u64([time_us.to_bits()]).into_iter().map(|[bits]| f64::from_bits(bits)).fold(0.0, f64::max)
-}
-
 impl fmt::Display for AgreementReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { num_ranks, num_layers, repeats, session_bytes, session_median_us, session_min_us, rows } = self;
         writeln!(f, "agreement on {num_layers} layers, ranks: {num_ranks}, medians of {repeats}, the slowest rank\n")?;
-        let mut table = new_table(&["", "collectives", "bytes brought", "bytes received", "as modelled", "median"]);
-        for row in rows {
+        let head = ["", "collectives", "bytes brought", "bytes received", "as modelled", "median"];
+        let rows = rows.iter().map(|row| {
             let Traffic { collectives, brought_bytes, received_bytes } = row.counted;
             let as_modelled = match row.predicted {
                 Some(predicted) if predicted == row.counted => "yes",
                 Some(_) => "NO",
                 None => "-",
             };
-            table.add_row([
+            [
                 row.what.to_owned(),
                 collectives.to_string(),
                 brought_bytes.to_string(),
                 received_bytes.to_string(),
                 as_modelled.to_owned(),
                 time(row.median_us),
-            ]);
-        }
-        for column in table.column_iter_mut().skip(1) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
+            ]
+        });
+        let table = markdown::table(&head, &[0], rows);
         writeln!(f, "{table}\n")?;
         writeln!(
             f,

@@ -10,10 +10,11 @@ use crate::env::EnvVars;
 use crate::gpu;
 use crate::numerics::nvfp4;
 
+use super::figures::{fastest, median, us};
 use super::gpu_report::{DenseBaseline, GpuCeilings, GpuReport, GpuRow};
 use super::rows::{RowForm, read_counts};
 use super::work::{Noise, TOKEN_SCALE};
-use super::{BenchArgs, BenchError};
+use super::{BenchArgs, BenchError, repeats};
 
 /// Sets of weights: with two, the smaller layers would still be read from L2.
 const NUM_SETS: usize = 4;
@@ -72,7 +73,7 @@ pub(super) fn run(
     }
     let (dense, baseline) = dense(&layer, env.cublaslt(), &values)?;
     let mut beside = Beside { reading: layer.reading()?, dense, reading_us: Vec::new(), dense_us: Vec::new() };
-    let repeats = args.repeats.unwrap_or(REPEATS);
+    let repeats = repeats(args, REPEATS)?;
     if args.alone {
         beside.run_alone(repeats)?;
         for line in &mut lines {
@@ -151,10 +152,10 @@ impl Beside<'_> {
     }
 
     /// Of weights of so many bytes.
-    fn ceilings(mut self, num_bytes: f64) -> GpuCeilings {
+    fn ceilings(self, num_bytes: f64) -> GpuCeilings {
         GpuCeilings {
-            read_tbyte_per_s: num_bytes / median(&mut self.reading_us) / 1e6,
-            dense_tflops: self.dense.is_some().then(|| Dense::FLOPS / median(&mut self.dense_us) / 1e6),
+            read_tbyte_per_s: num_bytes / median(&self.reading_us) / 1e6,
+            dense_tflops: self.dense.is_some().then(|| Dense::FLOPS / median(&self.dense_us) / 1e6),
         }
     }
 }
@@ -198,10 +199,10 @@ fn dense<'a>(
 }
 
 fn row(layer: &LocalLayer, spec: &ExpertsSpec, ceilings: GpuCeilings, line: Line<'_>) -> GpuRow {
-    let Line { form, rows_per_expert, counts, work, mut times_us } = line;
+    let Line { form, rows_per_expert, counts, work, times_us } = line;
     let num_experts_hit = counts.iter().filter(|rows| **rows > 0).count();
     let num_rows = counts.iter().sum::<usize>();
-    let median_us = median(&mut times_us);
+    let median_us = median(&times_us);
     GpuRow {
         form,
         rows_per_expert,
@@ -210,7 +211,7 @@ fn row(layer: &LocalLayer, spec: &ExpertsSpec, ceilings: GpuCeilings, line: Line
         num_experts_hit,
         schedules: work.schedules().iter().map(ToString::to_string).collect(),
         median_us,
-        min_us: times_us[0],
+        min_us: fastest(&times_us),
         ..ceilings.row(
             2.0 * 3.0 * spec.hidden as f64 * spec.intermediate as f64 * num_rows as f64,
             layer.expert_bytes() as f64 * num_experts_hit as f64,
@@ -229,14 +230,4 @@ fn tokens(spec: &ExpertsSpec, noise: &mut Noise) -> (Vec<u16>, f32) {
         nvfp4::quantise_unscaled(&unscaled, scale, &mut values);
     }
     (values.into_iter().map(|value| half::bf16::from_f32(value).to_bits()).collect(), scale)
-}
-
-fn us(duration: Duration) -> f64 {
-    duration.as_secs_f64() * 1e6
-}
-
-/// The median of times, which it sorts.
-fn median(times: &mut [f64]) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 
+use crate::backend::cuda;
 use crate::checkpoint::Checkpoint;
 use crate::cli::failure::Failure;
 use crate::cli::world::with_world;
@@ -18,11 +19,12 @@ use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::facts;
 use crate::layer::{JitOptions, LayerInput, LayerOutput, Part, Session, SessionOptions};
-use crate::report::{new_table, time};
+use crate::report::time;
 use crate::world::{Phase, World};
 
+use super::figures::{median, show_at_root, slowest, us};
 use super::work::Noise;
-use super::{BenchActivations, show};
+use super::{BenchActivations, BenchArgs, BenchError, EXPERTS_ALONE, gpu, markdown, repeats};
 
 /// Steps before those that count: the second records what the third replays.
 const NUM_WARM: usize = 3;
@@ -32,33 +34,30 @@ const NUM_WARM: usize = 3;
 pub struct LayerArgs {
     /// Times a whole layer of this checkpoint instead, its first, on GPUs: replayed as a CUDA graph and followed by hosts; under
     /// a launcher over all its ranks.
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["geometry", "agreement", "travel", "hidden", "rows_per_expert"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = EXPERTS_ALONE,
+        conflicts_with_all = ["agreement", "travel", "load", "geometry", "rows", "isa", "threads"])]
     pub layer: Option<PathBuf>,
     /// Tokens of a rank; a line of the table each. The most is the declared capacity.
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1,8,64,512", requires = "layer")]
     pub layer_tokens: Vec<usize>,
-    /// Where its compiled kernels are kept; absent: nowhere.
-    #[arg(long, value_name = "DIR", requires = "layer")]
-    pub layer_cache_dir: Option<PathBuf>,
 }
 
 /// What is timed, and how often.
-pub(super) struct Asked<'a> {
-    pub checkpoint: &'a Path,
-    pub cache_dir: Option<&'a Path>,
-    pub tokens: &'a [usize],
-    pub backend: &'a str,
-    pub activations: BenchActivations,
-    pub repeats: usize,
-    pub json: bool,
+struct Asked<'a> {
+    checkpoint: &'a Path,
+    backend: BackendFamily,
+    args: &'a BenchArgs,
+    repeats: usize,
 }
 
 /// The table.
 #[derive(Debug, Serialize)]
 pub struct LayerReport {
+    /// Rank 0's GPU.
     device: String,
     checkpoint: String,
     num_ranks: usize,
+    /// Tokens of a rank that its layer is recorded for.
     capacity: usize,
     repeats: usize,
     rows: Vec<LayerRow>,
@@ -74,40 +73,60 @@ pub struct LayerRow {
     /// From router to output, between events of the device.
     eager_device_us: f64,
     graph_device_us: f64,
+    /// Of the rank with the fewest.
     num_replays: u64,
-    /// Every step's output has the bits of the others'.
+    /// On every rank, every step's output has the bits of the others'.
     is_alike: bool,
 }
 
-pub(super) fn command(asked: &Asked<'_>, env: &EnvVars) -> Result<Exit, Failure> {
+/// Runs the benchmark on all ranks; rank 0 prints.
+///
+/// # Errors
+/// If an option makes no sense, a session can't be opened, a step fails, or standard output can't be written.
+pub(super) fn command(checkpoint: &Path, args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     with_world(env, |world| {
-        let report = measure(world, asked, env)?;
-        let is_fine = report.rows.iter().all(|row| row.is_alike && row.num_replays > 0);
-        if world.is_root() {
-            show(&report, asked.json)?;
-        }
-        Ok(if is_fine { Exit::Fine } else { Exit::WrongResult })
+        let asked = world.agree(Asked::new(checkpoint, args))?;
+        let report = measure(world, &asked, env)?;
+        show_at_root(world, &report, args.json)?;
+        Ok(if report.rows.iter().all(LayerRow::is_fine) { Exit::Fine } else { Exit::WrongResult })
     })
 }
 
-fn deployment(world: &World, asked: &Asked<'_>, capacity: usize, cuda_graph: CudaGraph) -> Deployment {
-    let mut deployment = Deployment::default();
-    deployment.cluster.device = Device::Gpu;
-    deployment.moe.backend = BackendFamily::from_name(asked.backend).unwrap_or(BackendFamily::Wgmma);
-    deployment.moe.activations = match asked.activations {
-        BenchActivations::Bf16 => Activations::Bf16,
-        BenchActivations::Quantised => Activations::Quantised,
-    };
-    deployment.moe.cuda_graph = cuda_graph;
-    deployment.dispatch.num_max_tokens_per_rank = capacity;
-    if world.size() > 1 {
-        deployment.dispatch.transport = Transport::Nvlink;
+impl<'a> Asked<'a> {
+    fn new(checkpoint: &'a Path, args: &'a BenchArgs) -> Result<Self, BenchError> {
+        let on_cpus = || BenchError::Layer { backend: args.backend.clone() };
+        let on_gpus = cuda::family(&args.backend).and(BackendFamily::from_name(&args.backend));
+        let (backend, repeats) = (on_gpus.ok_or_else(on_cpus)?, repeats(args, gpu::REPEATS)?);
+        if args.layer.layer_tokens.contains(&0) {
+            return Err(BenchError::Zero { option: "--layer-tokens" });
+        }
+        Ok(Self { checkpoint, backend, args, repeats })
     }
-    deployment
+
+    fn capacity(&self) -> usize {
+        self.args.layer.layer_tokens.iter().copied().max().unwrap_or(1)
+    }
+
+    fn deployment(&self, num_ranks: usize, cuda_graph: CudaGraph) -> Deployment {
+        let mut deployment = Deployment::default();
+        deployment.cluster.device = Device::Gpu;
+        deployment.moe.backend = self.backend;
+        deployment.moe.activations = match self.args.activations {
+            BenchActivations::Bf16 => Activations::Bf16,
+            BenchActivations::Quantised => Activations::Quantised,
+        };
+        deployment.moe.cuda_graph = cuda_graph;
+        deployment.dispatch.num_max_tokens_per_rank = self.capacity();
+        if num_ranks > 1 {
+            // A carrier's sizes come from hosts: nothing else can be replayed.
+            deployment.dispatch.transport = Transport::Nvlink;
+        }
+        deployment
+    }
 }
 
 fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerReport, Failure> {
-    let capacity = asked.tokens.iter().copied().max().unwrap_or(1);
+    let capacity = asked.capacity();
     let machine = world.agree(facts::machine(world, env, None))?;
     let device = machine.environment.gpu.present().map_or_else(String::new, |gpu| gpu.name.clone());
     let checkpoint = world.agree(Checkpoint::open(asked.checkpoint))?;
@@ -116,10 +135,10 @@ fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerRepor
         let options = SessionOptions {
             checkpoint: asked.checkpoint.to_owned(),
             layers: first.map(|layer| vec![layer]),
-            deployment: deployment(world, asked, capacity, cuda_graph),
+            deployment: asked.deployment(world.size(), cuda_graph),
             num_threads: env.available_parallelism,
             gpu_ordinal: machine.gpu_ordinal,
-            jit: JitOptions { cache_dir: asked.cache_dir.map(Path::to_owned), nvrtc: env.nvrtc().map(str::to_owned) },
+            jit: JitOptions { cache_dir: asked.args.cache_dir.clone(), nvrtc: env.nvrtc().map(str::to_owned) },
             nccl: env.nccl().map(str::to_owned),
             cublaslt: env.cublaslt().map(str::to_owned),
             environment: machine.environment.clone(),
@@ -132,37 +151,9 @@ fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerRepor
     };
     let sessions = [open(CudaGraph::Off)?, open(CudaGraph::On)?];
     world.enter(Phase { name: "step", limit: Duration::from_secs(60), key: "the bench's own limit" });
-    let mut noise = Noise(u64::from(world.rank().0) + 1);
-    let mut rows = Vec::new();
-    let mut step = 0;
-    for &num_tokens in asked.tokens {
-        let hidden: Vec<f32> = (0..num_tokens * sessions[0].geometry().hidden)
-            .map(|_| half::bf16::from_f32(noise.value()).to_f32())
-            .collect();
-        let mut times: [Vec<[f64; 2]>; 2] = [Vec::new(), Vec::new()];
-        let (mut first, mut is_alike, mut num_replays): (Option<Vec<f32>>, bool, u64) = (None, true, 0);
-        for repeat in 0..NUM_WARM + asked.repeats {
-            for (session, times) in sessions.iter().zip(&mut times) {
-                step += 1;
-                let (took, output) = run(world, session, &hidden, step)?;
-                is_alike &= *first.get_or_insert_with(|| output.values.clone()) == output.values;
-                num_replays += output.stats.num_graph_replays;
-                if repeat >= NUM_WARM {
-                    times.push(took);
-                }
-            }
-        }
-        let [eager, graph] = times.map(|times| [0, 1].map(|at| median(times.iter().map(|took| took[at]))));
-        rows.push(LayerRow {
-            num_tokens,
-            eager_us: eager[0],
-            graph_us: graph[0],
-            eager_device_us: eager[1],
-            graph_device_us: graph[1],
-            num_replays,
-            is_alike,
-        });
-    }
+    let mut line = Line { world, sessions: &sessions, step: 0, noise: Noise(u64::from(world.rank().0) + 1) };
+    let tokens = asked.args.layer.layer_tokens.iter();
+    let rows = tokens.map(|&num_tokens| line.measure(num_tokens, asked.repeats)).collect::<Result<_, _>>()?;
     sessions.into_iter().for_each(|session| session.close(world));
     Ok(LayerReport {
         device,
@@ -174,25 +165,65 @@ fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerRepor
     })
 }
 
-/// A step, and how long it took the slowest rank: for its host, and for its device.
-fn run(world: &World, session: &Session, hidden: &[f32], step: u64) -> Result<([f64; 2], LayerOutput), Failure> {
-    let [layer] = session.layers() else { unreachable!("one layer was asked for") };
-    world.barrier();
-    let begin = Instant::now();
-    let input = LayerInput { hidden, topk: None, part: Part::Block, step, record_spans: false };
-    let output = layer.forward(world, session.capacity(), &input)?;
-    let took = begin.elapsed();
-    let on_device: Duration = output.stats.times.by_name().into_iter().map(|(_, time)| time).sum();
-    let us = |time: Duration| (time.as_secs_f64() * 1e6).to_bits();
-    let all = world.all_gather_u64([us(took), us(on_device)]);
-    let slowest = |at: usize| all.iter().map(|of_rank| f64::from_bits(of_rank[at])).fold(0.0, f64::max);
-    Ok(([slowest(0), slowest(1)], output))
+/// What measures one line after the other.
+struct Line<'a> {
+    world: &'a World,
+    /// Followed by hosts, and replayed.
+    sessions: &'a [Session; 2],
+    step: u64,
+    noise: Noise,
 }
 
-fn median(times: impl Iterator<Item = f64>) -> f64 {
-    let mut times: Vec<f64> = times.collect();
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or(0.0)
+impl Line<'_> {
+    fn measure(&mut self, num_tokens: usize, repeats: usize) -> Result<LayerRow, Failure> {
+        let sessions = self.sessions;
+        let num_values = num_tokens * sessions[0].geometry().hidden;
+        let hidden: Vec<f32> = (0..num_values).map(|_| half::bf16::from_f32(self.noise.value()).to_f32()).collect();
+        let mut times: [[Vec<f64>; 2]; 2] = Default::default();
+        let (mut first, mut is_alike, mut num_replays) = (None, true, 0);
+        for repeat in 0..NUM_WARM + repeats {
+            for (session, times) in sessions.iter().zip(&mut times) {
+                let (took, output) = self.run(session, &hidden)?;
+                let bits: Vec<u32> = output.values.iter().map(|value| value.to_bits()).collect();
+                is_alike &= *first.get_or_insert_with(|| bits.clone()) == bits;
+                num_replays += output.stats.num_graph_replays;
+                if repeat >= NUM_WARM {
+                    times.iter_mut().zip(took).for_each(|(times, took)| times.push(took));
+                }
+            }
+        }
+        let of_ranks = self.world.all_gather_u64([u64::from(is_alike), num_replays]);
+        let [[eager_us, eager_device_us], [graph_us, graph_device_us]] =
+            times.map(|of_session| of_session.map(|times| median(&times)));
+        Ok(LayerRow {
+            num_tokens,
+            eager_us,
+            graph_us,
+            eager_device_us,
+            graph_device_us,
+            num_replays: of_ranks.iter().map(|[_, num_replays]| *num_replays).min().unwrap_or(0),
+            is_alike: of_ranks.iter().all(|[is_alike, _]| *is_alike == 1),
+        })
+    }
+
+    /// A step, and how long it took the slowest rank: for its host, and for its device.
+    fn run(&mut self, session: &Session, hidden: &[f32]) -> Result<([f64; 2], LayerOutput), Failure> {
+        let [layer] = session.layers() else { unreachable!("one layer was asked for") };
+        self.step += 1;
+        self.world.barrier();
+        let begin = Instant::now();
+        let input = LayerInput { hidden, topk: None, part: Part::Block, step: self.step, record_spans: false };
+        let output = layer.forward(self.world, session.capacity(), &input)?;
+        let took = begin.elapsed();
+        let on_device: Duration = output.stats.times.by_name().into_iter().map(|(_, time)| time).sum();
+        Ok(([took, on_device].map(|time| slowest(self.world, us(time))), output))
+    }
+}
+
+impl LayerRow {
+    fn is_fine(&self) -> bool {
+        self.is_alike && self.num_replays > 0
+    }
 }
 
 impl fmt::Display for LayerReport {
@@ -202,22 +233,92 @@ impl fmt::Display for LayerReport {
             f,
             "{device} · {num_ranks} ranks · {checkpoint} · recorded for {capacity} tokens a rank · median of {repeats}"
         )?;
-        let head = ["tokens", "hosts follow", "replayed", "of it: hosts follow", "replayed", "faster", "same bits"];
-        let mut table = new_table(&head);
-        for row in &self.rows {
-            table.add_row(vec![
+        let head =
+            ["tokens", "hosts follow", "replayed", "of it: hosts follow", "replayed", "faster", "replays", "same bits"];
+        let rows = self.rows.iter().map(|row| {
+            [
                 row.num_tokens.to_string(),
                 time(row.eager_us),
                 time(row.graph_us),
                 time(row.eager_device_us),
                 time(row.graph_device_us),
                 format!("{:.2} x", row.eager_us / row.graph_us.max(1e-9)),
+                row.num_replays.to_string(),
                 if row.is_alike { "yes" } else { "NO" }.to_owned(),
-            ]);
-        }
+            ]
+        });
+        let table = markdown::table(&head, &[7], rows);
         write!(
             f,
             "{table}\nThe first two from the call to rows on the host; the others on the device, from router to output."
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: BenchArgs,
+    }
+
+    fn args(line: &str) -> BenchArgs {
+        Line::try_parse_from(["bench", "--layer", "k3"].into_iter().chain(line.split_whitespace())).unwrap().args
+    }
+
+    #[test]
+    fn what_is_asked_for_is_what_a_session_is_opened_with() {
+        let args = args("--backend mma_sync --activations quantised --layer-tokens 4,64,8");
+        let asked = Asked::new(Path::new("k3"), &args).unwrap();
+        assert_eq!(asked.repeats, gpu::REPEATS);
+        let [alone, of_two] = [1, 2].map(|num_ranks| asked.deployment(num_ranks, CudaGraph::On));
+        assert_eq!((alone.moe.backend, alone.moe.cuda_graph), (BackendFamily::MmaSync, CudaGraph::On));
+        assert_eq!((alone.moe.activations, alone.cluster.device), (Activations::Quantised, Device::Gpu));
+        assert_eq!(alone.dispatch.num_max_tokens_per_rank, 64);
+        assert_eq!((alone.dispatch.transport, of_two.dispatch.transport), (Transport::Auto, Transport::Nvlink));
+    }
+
+    #[test]
+    fn what_can_not_be_timed_is_refused() {
+        for (line, message) in [
+            ("", "--layer times GPUs, and simd runs on CPUs: give --backend wgmma or mma_sync"),
+            ("--backend wgmma --layer-tokens 1,0", "--layer-tokens is 0; nothing would be timed"),
+            ("--backend wgmma --repeats 0", "--repeats is 0; nothing would be timed"),
+        ] {
+            assert_eq!(Asked::new(Path::new("k3"), &args(line)).err().unwrap().to_string(), message);
+        }
+    }
+
+    #[test]
+    fn steps_that_differ_or_were_not_replayed_stand_out() {
+        let row = |is_alike, num_replays| LayerRow {
+            num_tokens: 8,
+            eager_us: 300.0,
+            graph_us: 150.0,
+            eager_device_us: 120.0,
+            graph_device_us: 110.0,
+            num_replays,
+            is_alike,
+        };
+        assert!(row(true, 31).is_fine() && !row(false, 31).is_fine() && !row(true, 0).is_fine());
+        let report = LayerReport {
+            device: "NVIDIA H200".to_owned(),
+            checkpoint: "k3".to_owned(),
+            num_ranks: 2,
+            capacity: 64,
+            repeats: 30,
+            rows: vec![row(true, 31), row(false, 0)],
+        };
+        let text = report.to_string();
+        for part in
+            ["NVIDIA H200 · 2 ranks", "64 tokens a rank", "2.00 x", " 31 ", "| yes", "| NO", "from router to output"]
+        {
+            assert!(text.contains(part), "{part} is not in\n{text}");
+        }
     }
 }

@@ -7,22 +7,20 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use comfy_table::CellAlignment;
 use serde::Serialize;
 
 use super::super::failure::Failure;
-use super::super::output;
-use super::{BenchArgs, BenchError};
+use super::figures::{median, show};
+use super::{BenchArgs, EXPERTS_ALONE, markdown, repeats};
 use crate::backend::{Backend, BackendError, ExpertsSpec, Machine, build, cuda};
 use crate::checkpoint::{Checkpoint, LayerManifest};
 use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::gpu::feed::{Feed, SLOT_BYTES};
-use crate::gpu::{Gpu, GpuError, Kernels};
+use crate::gpu::{Gpu, GpuError};
 use crate::host;
 use crate::layer::{ExpertsLoader, read_experts};
 use crate::numerics::activation::Activation;
-use crate::report::new_table;
 
 /// Loads that count, unless asked for otherwise.
 const REPEATS: usize = 5;
@@ -35,8 +33,8 @@ const LINK_SLOTS: usize = 8;
 pub struct LoadArgs {
     /// Times the loading of all routed experts of a checkpoint instead, by --backend with --threads: reading, checking of
     /// scales, packing, and the way to the GPU. Files that lie in no cache are read from disk the first time alone.
-    #[arg(long, value_name = "CHECKPOINT", conflicts_with_all = ["agreement", "travel", "geometry", "hidden", "intermediate",
-        "experts", "rows_per_expert", "rows", "activations", "tuning", "plot"])]
+    #[arg(long, value_name = "CHECKPOINT", conflicts_with_all = EXPERTS_ALONE,
+        conflicts_with_all = ["agreement", "travel", "geometry", "rows", "activations"])]
     pub load: Option<PathBuf>,
 }
 
@@ -89,28 +87,17 @@ impl fmt::Display for LoadReport {
             self.num_bytes as f64 / 1e9,
             self.load_s.len(),
         )?;
-        let mut table = new_table(&["", "seconds", "GB/s", "of floor"]);
-        let mut row = |what: &str, seconds: f64, share: Option<f64>| {
+        let row = |what: &str, seconds: f64, share: Option<f64>| {
             let share = share.map(|share| format!("{:.0} %", 100.0 * share)).unwrap_or_default();
-            table.add_row(vec![
-                what.to_owned(),
-                format!("{seconds:.4}"),
-                format!("{:.2}", self.gbyte_per_s(seconds)),
-                share,
-            ]);
+            [what.to_owned(), format!("{seconds:.4}"), format!("{:.2}", self.gbyte_per_s(seconds)), share]
         };
-        row("first reading", self.first_read_s, None);
-        row("files, copied by all threads", self.read_s, None);
-        if let Some(link_s) = self.link_s {
-            row("pinned memory to the GPU", link_s, None);
-        }
-        row("first loading", self.first_load_s, None);
-        row("loading", self.median_s, Some(self.floor_share));
-        for column in 1..4 {
-            if let Some(column) = table.column_mut(column) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
+        let link = self.link_s.map(|link_s| row("pinned memory to the GPU", link_s, None));
+        let rows =
+            [row("first reading", self.first_read_s, None), row("files, copied by all threads", self.read_s, None)];
+        let loads =
+            [row("first loading", self.first_load_s, None), row("loading", self.median_s, Some(self.floor_share))];
+        let rows = rows.into_iter().chain(link).chain(loads);
+        let table = markdown::table(&["", "seconds", "GB/s", "of floor"], &[0], rows);
         writeln!(f, "{table}")?;
         writeln!(
             f,
@@ -123,24 +110,16 @@ impl fmt::Display for LoadReport {
 /// Measures and prints.
 pub(super) fn command(checkpoint: &Path, args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     let report = run(checkpoint, args, env)?;
-    if args.json {
-        output::json(&report)?
-    } else {
-        output::line(report.to_string().trim_end())?
-    }
+    show(&report, args.json)?;
     Ok(Exit::Fine)
 }
 
 fn run(checkpoint: &Path, args: &BenchArgs, env: &EnvVars) -> Result<LoadReport, Failure> {
-    let repeats = args.repeats.unwrap_or(REPEATS);
-    if repeats == 0 {
-        return Err(BenchError::Zero { option: "--repeats" }.into());
-    }
+    let repeats = repeats(args, REPEATS)?;
     let checkpoint = Checkpoint::open(checkpoint)?;
     let layers = checkpoint.moe_layers();
     let layers = layers.into_iter().map(|layer| checkpoint.layer(layer)).collect::<Result<Vec<_>, _>>()?;
-    let kernels = || Kernels::OnDemand(env.nvrtc().map(str::to_owned));
-    let gpu = cuda::family(&args.backend).map(|_| Gpu::open(0, &kernels())).transpose()?;
+    let gpu = cuda::family(&args.backend).map(|_| Gpu::open(0, &args.kernels(env))).transpose()?;
     let machine = Machine { num_threads: args.threads, isa: args.isa, gpu: gpu.clone() };
     let backend = build(&args.backend, &machine)?;
     let work = Work { checkpoint: &checkpoint, layers: &layers, backend: &*backend };
@@ -174,13 +153,6 @@ fn run(checkpoint: &Path, args: &BenchArgs, env: &EnvVars) -> Result<LoadReport,
         floor_share: link_s.unwrap_or(0.0).max(read_s) / median_s,
         peak_rss_bytes: host::peak_rss_bytes().unwrap_or_default(),
     })
-}
-
-fn median(times: &[f64]) -> f64 {
-    let mut sorted = times.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    if sorted.len().is_multiple_of(2) { f64::midpoint(sorted[middle - 1], sorted[middle]) } else { sorted[middle] }
 }
 
 /// The experts, and what packs them.
@@ -286,10 +258,5 @@ mod tests {
             assert_eq!(serde_json::to_value(&report).unwrap()["num_experts"], 40);
         }
         assert!(Line::try_parse_from(["bench", "--load", "x", "--geometry", "kimi-k3"]).is_err());
-    }
-
-    #[test]
-    fn medians() {
-        assert_eq!((median(&[3.0, 1.0, 2.0]), median(&[4.0, 1.0, 2.0, 3.0])), (2.0, 2.5));
     }
 }

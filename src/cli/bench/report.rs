@@ -5,6 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::BenchActivations;
+use super::figures::{fastest, median};
 use super::markdown;
 use super::plot::{Curve, Plot, Point};
 
@@ -100,16 +101,15 @@ pub(super) struct Ceilings {
 
 impl Ceilings {
     /// The line of `times_us`, which are not empty.
-    pub(super) fn row(&self, rows_per_expert: usize, flops: f64, mut times_us: Vec<f64>) -> BenchRow {
-        times_us.sort_by(f64::total_cmp);
-        let median_us = times_us[times_us.len() / 2];
+    pub(super) fn row(&self, rows_per_expert: usize, flops: f64, times_us: &[f64]) -> BenchRow {
+        let median_us = median(times_us);
         let gflops = flops / median_us / 1e3;
         let packed_gbyte_per_s = self.weight_bytes / median_us / 1e3;
         let floor_us = (self.weight_bytes / self.read_gbyte_per_s / 1e3).max(flops / self.fma_gflops / 1e3);
         BenchRow {
             rows_per_expert,
             median_us,
-            min_us: times_us[0],
+            min_us: fastest(times_us),
             gflops,
             packed_gbyte_per_s,
             bandwidth_share: packed_gbyte_per_s / self.read_gbyte_per_s,

@@ -11,11 +11,11 @@ use std::time::Duration;
 use clap::Args;
 
 use super::super::failure::Failure;
-use super::super::output;
 use super::super::world::{StartError, with_world};
+use super::figures::{median, show_at_root, slowest, us};
 use super::rows::RowForm;
 use super::work::Noise;
-use super::{BenchArgs, BenchGeometry};
+use super::{BenchArgs, BenchGeometry, EXPERTS_ALONE, REPEATS, repeats};
 use crate::config::{Choice as _, Payload, Transport};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::carrier::CarryError;
@@ -45,7 +45,8 @@ const NUM_WARM: usize = 3;
 pub struct TravelArgs {
     /// Times dispatch and combine between the ranks' GPUs instead, over every transport that can be had; under a launcher, with
     /// --geometry.
-    #[arg(long, requires = "geometry", conflicts_with_all = ["agreement", "rows_per_expert", "backend", "isa", "activations"])]
+    #[arg(long, requires = "geometry", conflicts_with_all = EXPERTS_ALONE,
+        conflicts_with_all = ["agreement", "backend", "isa", "threads", "activations"])]
     pub travel: bool,
     /// Tokens of a rank; a line of the table each.
     #[arg(
@@ -128,14 +129,11 @@ impl Form {
 /// Runs the benchmark on all ranks; rank 0 prints.
 ///
 /// # Errors
-/// If no transport can be had, two of them differ, or standard output can't be written.
-pub(super) fn command(
-    bench: &BenchArgs,
-    (geometry, repeats): (BenchGeometry, usize),
-    env: &EnvVars,
-) -> Result<Exit, Failure> {
+/// If no measurements are asked for, no transport can be had, two of them differ, or standard output can't be written.
+pub(super) fn command(bench: &BenchArgs, geometry: BenchGeometry, env: &EnvVars) -> Result<Exit, Failure> {
     let (args, forms, as_json) = (&bench.travel, &bench.rows[..], bench.json);
     with_world(env, |world| {
+        let repeats = world.agree(repeats(bench, REPEATS))?;
         let start = Phase { name: "start", limit: Duration::from_secs(120), key: "LOCKSTEP_START_S" };
         world.enter(start);
         let machine = world.agree(facts::machine(world, env, None).map_err(StartError::from))?;
@@ -143,22 +141,13 @@ pub(super) fn command(
         let bench = Bench { world, gpu: &gpu, args, nccl: env.nccl() };
         if let Some(steps) = args.steps {
             let report = random::compare(&bench, steps)?;
-            show(world, &report, as_json)?;
+            show_at_root(world, &report, as_json)?;
             return Ok(if report.num_different == 0 { Exit::Fine } else { Exit::WrongResult });
         }
         let report = measure(&bench, (Shape::of(geometry), forms, repeats))?;
-        show(world, &report, as_json)?;
+        show_at_root(world, &report, as_json)?;
         Ok(if report.rows.iter().all(|row| row.is_alike) { Exit::Fine } else { Exit::WrongResult })
     })
-}
-
-fn show(world: &World, report: &(impl serde::Serialize + std::fmt::Display), as_json: bool) -> Result<(), Failure> {
-    let shown = match (world.is_root(), as_json) {
-        (false, _) => Ok(()),
-        (true, true) => output::json(report),
-        (true, false) => output::line(report.to_string().trim_end()),
-    };
-    Ok(world.agree(shown)?)
 }
 
 /// What both forms of the bench have.
@@ -195,12 +184,6 @@ impl Bench<'_> {
     fn transport(&self, (shape, form): (Shape, Form), way: &Way, layer: u32) -> Result<DeviceTransport, GpuError> {
         let stages = Stages::new(self.gpu, form.forms(shape, self.world.size()), self.world.rank())?;
         Ok(DeviceTransport::new(self.gpu, stages, way.clone(), LayerIdx(layer)))
-    }
-
-    /// The largest of all ranks' values; collective.
-    fn slowest(&self, value: f64) -> f64 {
-        let all = self.world.all_gather_u64([value.to_bits()]);
-        all.into_iter().map(|[bits]| f64::from_bits(bits)).fold(0.0, f64::max)
     }
 }
 
@@ -334,13 +317,13 @@ impl Step<'_> {
             world.barrier();
             let [dispatch_us, combine_us] = self.run((buffers, &marks, &mut out), repeat as u64, &mut bytes)?;
             if repeat >= NUM_WARM {
-                dispatch.push(self.bench.slowest(dispatch_us));
-                combine.push(self.bench.slowest(combine_us));
+                dispatch.push(slowest(world, dispatch_us));
+                combine.push(slowest(world, combine_us));
             }
         }
         let out = world.agree(out.download(stream).map_err(GpuError::from))?;
-        let [dispatch_bytes, combine_bytes] = bytes.map(|bytes| self.bench.slowest(bytes));
-        Ok(Timed { dispatch_us: median(dispatch), combine_us: median(combine), dispatch_bytes, combine_bytes, out })
+        let [dispatch_bytes, combine_bytes] = bytes.map(|bytes| slowest(world, bytes));
+        Ok(Timed { dispatch_us: median(&dispatch), combine_us: median(&combine), dispatch_bytes, combine_bytes, out })
     }
 
     /// Once: what dispatch and combine took on the device, and the bytes that left.
@@ -372,9 +355,8 @@ impl Step<'_> {
         self.transport.wait_for_all(world)?;
         stream.synchronise()?;
         *bytes = [between - before, sent() - between];
-        let us =
-            |at: usize| -> Result<f64, CarryError> { Ok(marks[at + 1].elapsed_since(&marks[at])?.as_secs_f64() * 1e6) };
-        Ok([us(0)?, us(2)?])
+        let from = |at: usize| -> Result<f64, CarryError> { Ok(us(marks[at + 1].elapsed_since(&marks[at])?)) };
+        Ok([from(0)?, from(2)?])
     }
 }
 
@@ -387,7 +369,7 @@ impl Timed {
         is_alike: bool,
     ) -> TravelRow {
         // One rank that differs counts.
-        let is_alike = bench.slowest(f64::from(u8::from(!is_alike))) == 0.0;
+        let is_alike = slowest(bench.world, f64::from(u8::from(!is_alike))) == 0.0;
         let rate = |bytes: f64, us: f64| bytes / us / 1e3;
         TravelRow {
             transport: transport.name(),
@@ -402,9 +384,4 @@ impl Timed {
             is_alike,
         }
     }
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or_default()
 }
