@@ -52,6 +52,23 @@ impl BatchSchedules {
     }
 }
 
+/// Rows of an expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertRows {
+    /// In this batch, whose tiles they fill.
+    pub here: usize,
+    /// In all batches whose bits are to be those of one: the order over K follows from them.
+    pub in_all: usize,
+}
+
+impl ExpertRows {
+    /// Of a batch that stands for itself.
+    #[must_use]
+    pub fn alone(num_rows: usize) -> Self {
+        Self { here: num_rows, in_all: num_rows }
+    }
+}
+
 /// The tile that takes least for all counts together; of equals the smallest.
 fn fastest(tiles: &[(u32, f64)], counts: impl Iterator<Item = usize> + Clone) -> u32 {
     let took = |&(rows, per_tile): &(u32, f64)| {
@@ -65,17 +82,24 @@ impl Chooser {
     /// The schedules for a batch of experts with so many rows each.
     #[must_use]
     pub fn batch(self, gemm: &GroupedGemm, counts: &[usize]) -> BatchSchedules {
-        let counts = counts.iter().copied();
+        self.batch_of_many(gemm, &counts.iter().copied().map(ExpertRows::alone).collect::<Vec<_>>())
+    }
+
+    /// The same for one batch of several that have the bits of one; [`BatchSchedules::of`] then takes an expert's rows in all.
+    #[must_use]
+    pub fn batch_of_many(self, gemm: &GroupedGemm, rows: &[ExpertRows]) -> BatchSchedules {
+        let max_small_rows = if self.family == Family::MmaSync { 0 } else { self.max_small_rows(gemm) };
+        let counts = |is_small: bool| {
+            rows.iter().filter(move |rows| (rows.in_all <= max_small_rows) == is_small).map(|rows| rows.here)
+        };
         if self.family == Family::MmaSync {
-            let large = Schedule::MmaSync { block_rows: fastest(MMA_SYNC, counts) };
-            return BatchSchedules { small: large, max_small_rows: 0, large };
+            let large = Schedule::MmaSync { block_rows: fastest(MMA_SYNC, counts(false)) };
+            return BatchSchedules { small: large, max_small_rows, large };
         }
-        let max_small_rows = self.max_small_rows(gemm);
-        let is_small = |count: &usize| *count <= max_small_rows;
         BatchSchedules {
-            small: small(fastest(&self.small(gemm), counts.clone().filter(is_small))),
+            small: small(fastest(&self.small(gemm), counts(true))),
             max_small_rows,
-            large: Schedule::Wgmma { block_rows: fastest(&self.wgmma(gemm), counts.filter(|count| !is_small(count))) },
+            large: Schedule::Wgmma { block_rows: fastest(&self.wgmma(gemm), counts(false)) },
         }
     }
 
@@ -182,6 +206,23 @@ mod tests {
             assert!(matches!(of(Family::Wgmma), Schedule::Wgmma { .. }));
             assert!(matches!(of(Family::MmaSync), Schedule::MmaSync { .. }));
         }
+    }
+
+    /// Parts of a step have the order of the whole, and tiles for their own rows.
+    #[test]
+    fn the_order_of_a_part_is_that_of_the_whole() {
+        let free = Chooser { family: Family::Wgmma, batch_invariant: false };
+        for in_all in [1, 16, 17, 40, 300] {
+            for here in [0, 1, 8, 16, 17, 40, 300].into_iter().filter(|here| *here <= in_all) {
+                let rows = [ExpertRows { here, in_all }, ExpertRows { here: 3, in_all: 3000 }];
+                let part = free.batch_of_many(&GEMM, &rows).of(in_all);
+                let is_small = |schedule| matches!(schedule, Schedule::Small { .. });
+                assert_eq!(is_small(part), is_small(one(free, &GEMM, in_all)), "{here} of {in_all}");
+                assert!(part.serves(&GEMM));
+            }
+        }
+        let rows = [ExpertRows { here: 20, in_all: 300 }];
+        assert_eq!(free.batch_of_many(&GEMM, &rows).of(300), Schedule::Wgmma { block_rows: 32 }, "the tile of 20 rows");
     }
 
     #[test]
