@@ -71,6 +71,18 @@ pub struct DeviceBatch<'a> {
     pub row_token: &'a DeviceBuffer<u32>,
     /// `[num_local_experts + 1]` where each expert's rows start: the host knows them, and chooses by them.
     pub expert_offsets: &'a [usize],
+    /// What else there is.
+    pub beside: Beside<'a>,
+}
+
+/// What there is beside a batch: nothing, unless it is a part of a step whose other parts travel meanwhile.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Beside<'a> {
+    /// `[num_local_experts]` rows of each expert in all parts together: bits are those of one batch of all of them. Absent: the
+    /// batch stands for itself.
+    pub rows_of_all: Option<&'a [usize]>,
+    /// Multiprocessors that are left to others.
+    pub num_spare_multiprocessors: u32,
 }
 
 impl DeviceBatch<'_> {

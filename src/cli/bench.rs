@@ -11,6 +11,7 @@ mod gpu_report;
 mod layer;
 mod load;
 mod markdown;
+mod overlap;
 mod plot;
 mod report;
 mod rows;

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use super::{
-    Activations, BackendFamily, CacheLayout, Combine, CombineDtype, CudaGraph, Device, Levels, LogFormat, Payload,
-    Transport, Tuning,
+    Activations, BackendFamily, CacheLayout, Combine, CombineDtype, CudaGraph, Device, Levels, LogFormat, Overlap,
+    Payload, Transport, Tuning,
 };
 
 /// A key's value that is one of a few words.
@@ -67,6 +67,7 @@ choices! {
     Activations { "checkpoint" => Checkpoint, "bf16" => Bf16, "quantised" => Quantised }
     Tuning { "off" => Off, "on" => On }
     CudaGraph { "off" => Off, "auto" => Auto, "on" => On }
+    Overlap { "off" => Off, "auto" => Auto, "on" => On }
     Combine { "auto" => Auto, "slot" => Slot, "rank" => Rank }
     Transport { "auto" => Auto, "host" => Host, "nccl" => Nccl, "nvlink" => Nvlink }
     Levels { "auto" => Auto, "one" => One, "two" => Two }

@@ -6,7 +6,7 @@
 use super::scalar::{Scalar, ScalarError};
 use super::{
     Activations, BackendFamily, CacheLayout, Choice, Cluster, Combine, CombineDtype, CudaGraph, Deployment, Device,
-    Dispatch, Jit, Levels, Links, Log, LogFormat, Moe, Payload, Timeouts, Transport, Tuning,
+    Dispatch, Jit, Levels, Links, Log, LogFormat, Moe, Overlap, Payload, Timeouts, Transport, Tuning,
 };
 use crate::near::{nearest, normalised};
 use crate::numerics::activation::Activation;
@@ -96,6 +96,7 @@ impl Default for Deployment {
                 num_max_tokens_per_rank: 8192,
                 chunk_tokens: None,
                 combine_dtype: CombineDtype::Auto,
+                overlap: Overlap::Off,
             },
             jit: Jit { cache_dir: None, layout: CacheLayout::PerRank, require_warm: false },
             timeouts: Timeouts { start_s: 120, load_s: 3600, compile_s: 1800, step_s: 60 },
@@ -154,6 +155,7 @@ keys! {
     "dispatch.num_max_tokens_per_rank": dispatch.num_max_tokens_per_rank = |s| s.count(1), |v| v.to_string();
     "dispatch.chunk_tokens": dispatch.chunk_tokens = |s| s.or_null(|s| s.count(1)), |v| or_null(v.as_ref());
     "dispatch.combine_dtype": dispatch.combine_dtype = |s| s.choice(), |v| v.name().to_owned();
+    "dispatch.overlap": dispatch.overlap = |s| s.choice(), |v| v.name().to_owned();
     "jit.cache_dir": jit.cache_dir = |s| s.or_null(Scalar::text), |v| text_or_null(v.as_deref());
     "jit.layout": jit.layout = |s| s.choice(), |v| v.name().to_owned();
     "jit.require_warm": jit.require_warm = |s| s.boolean(), |v| v.to_string();

@@ -186,6 +186,19 @@ pub struct Dispatch {
     pub chunk_tokens: Option<usize>,
     /// The form of a row that comes back.
     pub combine_dtype: CombineDtype,
+    /// Whether chunks travel while others are computed.
+    pub overlap: Overlap,
+}
+
+/// Whether chunks travel while others are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overlap {
+    /// One after the other.
+    Off,
+    /// Where transport and layer allow it; steps are cut where experts keep enough rows.
+    Auto,
+    /// Or the run is refused; steps are cut by their tokens alone.
+    On,
 }
 
 /// What carries tokens.

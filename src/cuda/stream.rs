@@ -34,6 +34,24 @@ impl Stream {
         Ok(Self { device: device.clone(), handle })
     }
 
+    /// One whose kernels' blocks go before those that other streams have not begun.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn urgent(device: &Device) -> Result<Self, CudaError> {
+        device.enter()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: both are places for one number.
+        let result = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+        device.check(result, "asking for the priorities of streams")?;
+        let mut handle = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: `handle` is a place for one handle; it is destroyed once, by `drop`.
+        let result = unsafe { sys::cuStreamCreateWithPriority(&raw mut handle, flags, greatest) };
+        device.check(result, "making an urgent stream")?;
+        Ok(Self { device: device.clone(), handle })
+    }
+
     /// The device whose work it holds.
     #[must_use]
     pub fn device(&self) -> &Device {

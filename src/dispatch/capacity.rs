@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use crate::config;
 use crate::dispatch::nodes::Nodes;
+use crate::dispatch::overlap::Cut;
 use crate::exit::{Classify, Exit};
 use crate::ids::Rank;
 
@@ -84,6 +85,8 @@ pub struct Capacity {
     pub num_max_tokens_per_rank: usize,
     /// Tokens of a rank that go at once; absent: all.
     pub chunk_tokens: Option<usize>,
+    /// How steps are cut that need not be.
+    pub cut: Cut,
 }
 
 /// The chunks of a step: as many on every rank, though a rank may have no tokens left in the last ones.
@@ -97,6 +100,8 @@ pub struct Chunks {
     pub max_tokens: usize,
     /// Tokens of all ranks in the first chunk, which is the fullest.
     pub first_chunk_tokens: usize,
+    /// Whether the declared sizes would have made one chunk of it, whose bits all of them have to have.
+    pub is_one_cut: bool,
 }
 
 impl Chunks {
@@ -110,7 +115,8 @@ impl Chunks {
 
 impl From<&config::Dispatch> for Capacity {
     fn from(dispatch: &config::Dispatch) -> Self {
-        Self { num_max_tokens_per_rank: dispatch.num_max_tokens_per_rank, chunk_tokens: dispatch.chunk_tokens }
+        let config::Dispatch { num_max_tokens_per_rank, chunk_tokens, .. } = *dispatch;
+        Self { num_max_tokens_per_rank, chunk_tokens, cut: Cut::Never }
     }
 }
 
@@ -146,19 +152,31 @@ impl Capacity {
             chunk_tokens,
             max_tokens: most,
             first_chunk_tokens: num_tokens.iter().map(|n| (*n).min(chunk_tokens)).sum(),
+            is_one_cut: false,
         };
-        match self.chunk_tokens {
+        let whole = match self.chunk_tokens {
             Some(chunk_tokens) => {
                 let chunk_tokens = chunk_tokens.max(1);
-                Ok(cut(most.div_ceil(chunk_tokens).max(1), chunk_tokens))
+                cut(most.div_ceil(chunk_tokens).max(1), chunk_tokens)
             }
-            None if most > self.num_max_tokens_per_rank => Err(CapacityError::TooManyTokens {
-                rank: Rank::from_index(rank),
-                num_tokens: most,
-                limit: self.num_max_tokens_per_rank,
-            }),
-            None => Ok(cut(1, most.max(1))),
+            None if most > self.num_max_tokens_per_rank => {
+                let (rank, limit) = (Rank::from_index(rank), self.num_max_tokens_per_rank);
+                return Err(CapacityError::TooManyTokens { rank, num_tokens: most, limit });
+            }
+            None => cut(1, most.max(1)),
+        };
+        let num_chunks = self.cut.num_chunks(most, num_tokens.iter().sum());
+        if whole.num_chunks > 1 || num_chunks == 1 {
+            return Ok(whole);
         }
+        let chunk_tokens = most.div_ceil(num_chunks);
+        Ok(Chunks { is_one_cut: true, ..cut(most.div_ceil(chunk_tokens), chunk_tokens) })
+    }
+
+    /// The same limits for steps that are cut so.
+    #[must_use]
+    pub fn with_cut(self, cut: Cut) -> Self {
+        Self { cut, ..self }
     }
 }
 
@@ -283,7 +301,7 @@ mod tests {
 
     #[test]
     fn case_a4_over_the_declared_capacity_names_rank_count_limit_and_key() {
-        let capacity = Capacity { num_max_tokens_per_rank: 1024, chunk_tokens: None };
+        let capacity = Capacity { num_max_tokens_per_rank: 1024, chunk_tokens: None, cut: Cut::Never };
         let message = capacity.chunks(&[1, 1025, 1, 1]).unwrap_err().to_string();
         for part in ["rank 1", "1025", "1024", "num_max_tokens_per_rank", "chunk_tokens"] {
             assert!(message.contains(part), "{message}");
@@ -322,7 +340,7 @@ mod tests {
     proptest! {
         #[test]
         fn chunks_cover_every_token_once(num_tokens in prop::collection::vec(0usize..50, 1..5), chunk in 1usize..20) {
-            let capacity = Capacity { num_max_tokens_per_rank: 64, chunk_tokens: Some(chunk) };
+            let capacity = Capacity { num_max_tokens_per_rank: 64, chunk_tokens: Some(chunk), cut: Cut::Never };
             let chunks = capacity.chunks(&num_tokens).unwrap();
             for &n in &num_tokens {
                 let covered: Vec<usize> = (0..chunks.num_chunks).flat_map(|c| chunks.tokens(c, n)).collect();

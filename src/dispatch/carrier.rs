@@ -8,7 +8,7 @@ use crate::dispatch::counts::Miscount;
 use crate::dispatch::nvlink::NvlinkError;
 use crate::dispatch::passing::ForwardError;
 use crate::exit::{Classify, Exit, Known};
-use crate::gpu::GpuError;
+use crate::gpu::{Gpu, GpuError};
 use crate::nccl::NcclError;
 use crate::world::World;
 
@@ -117,8 +117,8 @@ pub trait Carrier: fmt::Debug {
     /// Its name in deployments and reports.
     fn transport(&self) -> Transport;
 
-    /// Sends every other rank its run, behind what is queued on this rank's GPU, and receives theirs, so that what is queued
-    /// afterwards sees them; collective. A rank's own run stays where it is. `max_run_bytes`, equal on all ranks, bounds every
+    /// Sends every other rank its run, behind what is queued in this lane of the rank's GPU, and receives theirs, so that what is
+    /// queued there afterwards sees them; collective. A rank's own run stays where it is. `max_run_bytes`, equal on all ranks, bounds every
     /// run between any two.
     ///
     /// # Errors
@@ -126,6 +126,7 @@ pub trait Carrier: fmt::Debug {
     fn exchange(
         &self,
         world: &World,
+        lane: &Gpu,
         sent: Runs<'_, &DeviceBuffer<u8>>,
         arrived: Runs<'_, &mut DeviceBuffer<u8>>,
         max_run_bytes: usize,

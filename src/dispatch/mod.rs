@@ -1,7 +1,7 @@
 //! How tokens reach their experts and how rows come back.
 //!
 //! [`placement`], [`nodes`], [`plan`], [`two_level`], [`layout`], [`packing`], [`travel`], [`capacity`], [`counts`], [`crossing`],
-//! [`region`] and [`choice`] are pure: from counts and ids that every rank knows they decide all that is sent. [`transport`] packs
+//! [`region`], [`overlap`] and [`choice`] are pure: from counts and ids that every rank knows they decide all that is sent. [`transport`] packs
 //! and unpacks by them on hosts, over MPI. [`device`] does on GPUs, where what is packed is stored into the memory of the GPU that
 //! it is for ([`nvlink`]), or a [`carrier`] moves the bytes: [`nccl`] between GPUs, or MPI through hosts ([`staged`]). Between the
 //! hops of two levels the ranks of a node tell each other what comes ([`passing`]).
@@ -17,6 +17,7 @@ pub mod layout;
 pub mod nccl;
 pub mod nodes;
 pub mod nvlink;
+pub mod overlap;
 pub mod packing;
 pub mod passing;
 pub mod placement;

@@ -1,4 +1,4 @@
-//! NCCL between the GPUs of ranks: from device memory to device memory, on the stream of all of a rank's work.
+//! NCCL between the GPUs of ranks: from device memory to device memory, in a lane of a rank's work.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -17,6 +17,8 @@ pub struct NcclOptions {
     pub gpu: Gpu,
     /// NCCL, or the directory that it lies in; absent: where the loader finds it.
     pub library: Option<String>,
+    /// Multiprocessors that it may take at most; absent: as it sees fit.
+    pub max_multiprocessors: Option<u32>,
 }
 
 /// All that a rank needs before it can join the others. Fails here alone, before any other rank waits.
@@ -26,6 +28,7 @@ pub struct Prepared {
     /// What the ranks meet by: rank 0's.
     id: Option<UniqueId>,
     gpu: Gpu,
+    max_multiprocessors: Option<u32>,
 }
 
 impl Prepared {
@@ -36,7 +39,8 @@ impl Prepared {
     pub fn new(world: &World, options: &NcclOptions) -> Result<Self, NcclError> {
         let library = Library::load(options.library.as_deref())?;
         let id = if world.is_root() { Some(UniqueId::new(&library)?) } else { None };
-        Ok(Self { library, id, gpu: options.gpu.clone() })
+        let NcclOptions { gpu, max_multiprocessors, .. } = options.clone();
+        Ok(Self { library, id, gpu, max_multiprocessors })
     }
 
     /// What rank 0 has to tell the others; empty on those.
@@ -50,9 +54,9 @@ impl Prepared {
     /// # Errors
     /// If NCCL fails, or some rank does not come.
     pub fn join(self, world: &World, told: &[u8], limit: Duration) -> Result<NcclCarrier, NcclError> {
-        let Self { library, gpu, .. } = self;
+        let Self { library, gpu, max_multiprocessors, .. } = self;
         let id = UniqueId::from_bytes(told).ok_or(NcclError::NoId { len: told.len() })?;
-        let place = Place { rank: world.rank().index(), num_ranks: world.size() };
+        let place = Place { rank: world.rank().index(), num_ranks: world.size(), max_multiprocessors };
         let communicator = Communicator::begin(&library, id, place, gpu.stream())?;
         let joined = world.poll_within("joining of GPUs over NCCL", limit, || {
             match communicator.progress("joining the ranks' GPUs") {
@@ -105,7 +109,8 @@ impl NcclCarrier {
         let sent = DeviceBuffer::from_slice(stream, &mine.repeat(world.size()))?;
         // A rank's own does not travel: it is here already.
         let mut arrived = DeviceBuffer::from_slice(stream, &mine.repeat(world.size()))?;
-        self.transfer(world, &Runs { buffer: &sent, counts: &counts }, Runs { buffer: &mut arrived, counts: &counts })?;
+        let arriving = Runs { buffer: &mut arrived, counts: &counts };
+        self.transfer(world, &self.gpu, &Runs { buffer: &sent, counts: &counts }, arriving)?;
         world.poll("NCCL's first bytes", || match stream.is_done() {
             Ok(false) => None,
             Ok(true) => Some(Ok(())),
@@ -126,6 +131,7 @@ impl NcclCarrier {
     fn transfer(
         &self,
         world: &World,
+        lane: &Gpu,
         sent: &Runs<'_, &DeviceBuffer<u8>>,
         arrived: Runs<'_, &mut DeviceBuffer<u8>>,
     ) -> Result<(), NcclError> {
@@ -141,7 +147,7 @@ impl NcclCarrier {
         }
         let communicator = self.communicator.borrow();
         let communicator = communicator.as_ref().ok_or(NcclError::GivenUp)?;
-        communicator.begin_transfers(self.gpu.stream(), (sent.buffer, &sends), (arrived.buffer, &receives))?;
+        communicator.begin_transfers(lane.stream(), (sent.buffer, &sends), (arrived.buffer, &receives))?;
         // The stream has the transfers only when NCCL says so: what is queued before would run ahead of them.
         world.poll("NCCL exchange of rows", || match communicator.progress("exchanging bytes between GPUs") {
             Ok(Progress::Pending) => None,
@@ -163,13 +169,14 @@ impl Carrier for NcclCarrier {
     fn exchange(
         &self,
         world: &World,
+        lane: &Gpu,
         sent: Runs<'_, &DeviceBuffer<u8>>,
         arrived: Runs<'_, &mut DeviceBuffer<u8>>,
         _max_run_bytes: usize,
     ) -> Result<(), CarryError> {
         let rank = world.rank().index();
         let (sent_bytes, received_bytes) = (sent.bytes_of_others(rank), arrived.bytes_of_others(rank));
-        if let Err(error) = self.transfer(world, &sent, arrived) {
+        if let Err(error) = self.transfer(world, lane, &sent, arrived) {
             // What was begun would never end, and whatever waits for the device with it.
             self.give_up();
             return Err(error.into());

@@ -12,7 +12,6 @@ use crate::world::{Parts, World};
 /// This rank's end.
 #[derive(Debug)]
 pub struct Staged {
-    gpu: Gpu,
     buffers: RefCell<Buffers>,
 }
 
@@ -32,7 +31,7 @@ impl Staged {
     pub fn new(gpu: &Gpu) -> Result<Self, GpuError> {
         let empty = || PinnedBuffer::zeroed(gpu.device(), 0);
         let buffers = Buffers { leaving: empty()?, arrived: empty()?, mark: gpu.mark()? };
-        Ok(Self { gpu: gpu.clone(), buffers: RefCell::new(buffers) })
+        Ok(Self { buffers: RefCell::new(buffers) })
     }
 }
 
@@ -51,6 +50,7 @@ impl Carrier for Staged {
     fn exchange(
         &self,
         world: &World,
+        lane: &Gpu,
         sent: Runs<'_, &DeviceBuffer<u8>>,
         arrived: Runs<'_, &mut DeviceBuffer<u8>>,
         max_run_bytes: usize,
@@ -58,25 +58,26 @@ impl Carrier for Staged {
         let rank = world.rank().index();
         let mut buffers = self.buffers.borrow_mut();
         let Buffers { leaving, arrived: staged, mark } = &mut *buffers;
-        let stream = self.gpu.stream();
+        let stream = lane.stream();
         // A rank's own run is left out: what lies before it comes first, and at once behind that what lies after it.
         let (own, len) = (sent.range(rank), sent.counts.iter().sum::<usize>());
         let (before, after) = (own.start, len - own.end);
-        grow(&self.gpu, leaving, before + after)?;
+        grow(lane, leaving, before + after)?;
         // SAFETY: `leaving` is read below when the mark has been waited for. Freeing pinned memory waits for the device.
         unsafe { sent.buffer.download_pinned(stream, 0, &mut leaving[..before]) }?;
         // SAFETY: as above.
         unsafe { sent.buffer.download_pinned(stream, own.end, &mut leaving[before..before + after]) }?;
-        self.gpu.move_mark(mark)?;
-        // The mark is behind the uploads of the exchange before: `staged` may be overwritten.
-        self.gpu.wait(world, "copy of rows from the GPU", mark)?;
+        lane.move_mark(mark)?;
+        // The mark is behind the uploads of the exchange before, also where another lane had it: lanes follow each other from step
+        // to step. `staged` may be overwritten.
+        lane.wait(world, "copy of rows from the GPU", mark)?;
         let without_own = |counts: &[usize]| -> Vec<usize> {
             counts.iter().enumerate().map(|(peer, &count)| if peer == rank { 0 } else { count }).collect()
         };
         let (send_counts, recv_counts) = (without_own(sent.counts), without_own(arrived.counts));
         let own = arrived.range(rank);
         let (before, after) = (own.start, arrived.counts.iter().sum::<usize>() - own.end);
-        grow(&self.gpu, staged, before + after)?;
+        grow(lane, staged, before + after)?;
         let num_leaving = send_counts.iter().sum();
         let send = Parts { bytes: &leaving[..num_leaving], counts: &send_counts };
         world.all_to_all_bytes_into(send, (&mut staged[..before + after], &recv_counts), max_run_bytes);

@@ -273,10 +273,11 @@ fn runs<'a>(mut bytes: &'a [u8], counts: &[usize]) -> Vec<&'a [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dispatch::overlap::Cut;
     use crate::world::Traffic;
     use crate::world::simulated::simulate;
 
-    const CAPACITY: Capacity = Capacity { num_max_tokens_per_rank: 64, chunk_tokens: None };
+    const CAPACITY: Capacity = Capacity { num_max_tokens_per_rank: 64, chunk_tokens: None, cut: Cut::Never };
 
     fn tag(step: u64) -> StepTag {
         StepTag { layer: LayerIdx(3), step, num_topk: 8 }

@@ -1,7 +1,8 @@
-//! The GPU that a rank drives in a session: one device, one stream for all work of its layers, and its kernels.
+//! The GPU that a rank drives in a session: one device, a stream for all work of its layers, and its kernels.
 //!
 //! Everything that a layer does on the device goes into this stream: what is queued later sees what was queued before, and
-//! nothing has to be waited for in between. Knows nothing of layers, experts or tokens.
+//! nothing has to be waited for in between. Work that runs beside it goes into a lane ([`Gpu::urgent_lane`]), and either follows
+//! marks of the other. Knows nothing of layers, experts or tokens.
 
 mod error;
 pub mod feed;
@@ -31,10 +32,16 @@ const MAX_SLOTS: usize = 24;
 pub struct Gpu(Arc<Inner>);
 
 struct Inner {
-    arch: Arch,
     stream: Stream,
-    modules: Modules,
+    /// What this stream reads: a mark of another one says nothing of it.
     ring: Mutex<Ring>,
+    common: Arc<Common>,
+}
+
+/// What lanes share.
+struct Common {
+    arch: Arch,
+    modules: Modules,
     /// From the first weight on until loading is over.
     feed: Mutex<Option<Arc<Feed>>>,
     num_waits: AtomicU64,
@@ -67,7 +74,17 @@ impl Gpu {
         let stream = Stream::new(&device)?;
         let ring = Mutex::new(Ring::new(&device)?);
         let modules = Modules::new(kernels)?;
-        Ok(Self(Arc::new(Inner { arch, stream, modules, ring, feed: Mutex::default(), num_waits: AtomicU64::new(0) })))
+        let common = Arc::new(Common { arch, modules, feed: Mutex::default(), num_waits: AtomicU64::new(0) });
+        Ok(Self(Arc::new(Inner { stream, ring, common })))
+    }
+
+    /// The same GPU with a stream of its own, whose kernels go first where both have some.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn urgent_lane(&self) -> Result<Self, GpuError> {
+        let (stream, ring) = (Stream::urgent(self.device())?, Mutex::new(Ring::new(self.device())?));
+        Ok(Self(Arc::new(Inner { stream, ring, common: self.0.common.clone() })))
     }
 
     /// The device.
@@ -85,7 +102,7 @@ impl Gpu {
     /// What kernels are compiled for.
     #[must_use]
     pub fn arch(&self) -> Arch {
-        self.0.arch
+        self.0.common.arch
     }
 
     /// A kernel's module, loaded if it is not there yet: layers of one shape share it.
@@ -93,7 +110,7 @@ impl Gpu {
     /// # Errors
     /// If it was not prepared, does not compile, or does not load.
     pub fn module(&self, request: KernelRequest) -> Result<Module, GpuError> {
-        self.0.modules.get(self.device(), request)
+        self.0.common.modules.get(self.device(), request)
     }
 
     /// Loads modules that will be asked for; where kernels are compiled on demand, all of them at once.
@@ -101,7 +118,7 @@ impl Gpu {
     /// # Errors
     /// If one does not compile or load.
     pub fn load(&self, requests: Vec<KernelRequest>) -> Result<(), GpuError> {
-        self.0.modules.load(self.device(), requests)
+        self.0.common.modules.load(self.device(), requests)
     }
 
     /// A kernel by its name, of a module as [`Gpu::module`] gives it, that may take `shared_bytes` of dynamic shared memory.
@@ -136,13 +153,13 @@ impl Gpu {
     /// What weights come through.
     #[must_use]
     pub fn feed(&self) -> Arc<Feed> {
-        let mut feed = self.0.feed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut feed = self.0.common.feed.lock().unwrap_or_else(PoisonError::into_inner);
         feed.get_or_insert_with(|| Arc::new(Feed::new(self.device(), MAX_SLOTS))).clone()
     }
 
     /// Lets go of what only loading needs. More weights may still come, at the price of making it again.
     pub fn end_loading(&self) {
-        *self.0.feed.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.0.common.feed.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// A mark behind all that is queued.
@@ -155,13 +172,32 @@ impl Gpu {
         Ok(mark)
     }
 
-    /// Moves a mark behind all that is queued now.
+    /// Moves a mark behind all that this lane has queued now.
     ///
     /// # Errors
     /// If the driver fails.
     pub fn move_mark(&self, mark: &mut Mark) -> Result<(), GpuError> {
         mark.staged = self.0.ring.lock().unwrap_or_else(PoisonError::into_inner).head();
         Ok(mark.event.record(self.stream())?)
+    }
+
+    /// Lets what is queued from here on wait for a mark of any lane.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn follow(&self, mark: &Mark) -> Result<(), GpuError> {
+        Ok(self.stream().wait_for(&mark.event)?)
+    }
+
+    /// Takes note of a mark of this lane that the device may have come to: what was staged before it is of no use any more.
+    ///
+    /// # Errors
+    /// If something that was queued before it failed.
+    pub fn note(&self, mark: &Mark) -> Result<(), GpuError> {
+        if mark.event.is_done()? {
+            self.0.ring.lock().unwrap_or_else(PoisonError::into_inner).release(mark.staged);
+        }
+        Ok(())
     }
 
     /// Waits until the device has come to a mark, under the limit of the phase: the work before it may wait for peers.
@@ -196,12 +232,12 @@ impl Gpu {
     /// How often this rank has waited for its device.
     #[must_use]
     pub fn num_waits(&self) -> u64 {
-        self.0.num_waits.load(Ordering::Relaxed)
+        self.0.common.num_waits.load(Ordering::Relaxed)
     }
 
     /// Counts a wait that is made elsewhere, such as that of a download.
     pub fn count_wait(&self) {
-        self.0.num_waits.fetch_add(1, Ordering::Relaxed);
+        self.0.common.num_waits.fetch_add(1, Ordering::Relaxed);
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::cuda::{Around, AroundBuffers, DenseTools};
-use crate::backend::{BackendError, DeviceBatch, DeviceExperts, Experts, LiveBounds};
+use crate::backend::{BackendError, Beside, DeviceBatch, DeviceExperts, Experts, LiveBounds};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::capacity::Capacity;
 use crate::fault::{Action, Stage};
@@ -227,7 +227,8 @@ fn queue_shared(
     grow(out, around.num_room_values(buffers))?;
     let (tokens, row_token) = around.shared_tokens(buffers, shared.input_scale)?;
     let token_scale = shared.input_scale.unwrap_or(1.0);
-    let batch = DeviceBatch { tokens, token_scale, row_token, expert_offsets: &[0, num_tokens] };
+    let (expert_offsets, beside) = (&[0, num_tokens][..], Beside::default());
+    let batch = DeviceBatch { tokens, token_scale, row_token, expert_offsets, beside };
     experts.queue(&batch, out)?;
     Ok(experts.queue_evidence()?)
 }

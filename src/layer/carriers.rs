@@ -4,12 +4,13 @@ use std::rc::Rc;
 use std::time::Duration;
 use std::{fmt, iter};
 
-use crate::config::{Choice as _, Transport};
+use crate::config::{Choice as _, Overlap, Transport};
 use crate::dispatch::carrier::Carrier;
 use crate::dispatch::choice::{Report, Trail, Verdict, judge, stand_in};
 use crate::dispatch::device::Way;
 use crate::dispatch::nccl::{self, NcclCarrier, NcclOptions};
 use crate::dispatch::nvlink::{self, Nvlink, NvlinkError, NvlinkOptions};
+use crate::dispatch::overlap::NUM_TRAVEL_MULTIPROCESSORS;
 use crate::dispatch::region::Rooms;
 use crate::dispatch::staged::Staged;
 use crate::exit::{Classify, Exit};
@@ -42,6 +43,8 @@ pub(crate) struct Needs<'a> {
     pub rooms: Rooms,
     /// The most experts that a rank has.
     pub num_local_experts: usize,
+    /// Whether tokens travel while experts compute.
+    pub overlap: Overlap,
 }
 
 /// Why this rank has no part in a transport.
@@ -125,7 +128,10 @@ impl Attempts<'_> {
         let Self { world, limit, .. } = *self;
         let prepare = || -> Result<nccl::Prepared, AttemptError> {
             world.fault(Stage::Transport)?;
-            let options = NcclOptions { gpu: gpu.clone(), library: needs.nccl.map(str::to_owned) };
+            // What is left to it, or kernels that wait for each other on one GPU could wait for ever: see docs/configuration.md.
+            let max_multiprocessors = (needs.overlap != Overlap::Off).then_some(NUM_TRAVEL_MULTIPROCESSORS);
+            let library = needs.nccl.map(str::to_owned);
+            let options = NcclOptions { gpu: gpu.clone(), library, max_multiprocessors };
             Ok(nccl::Prepared::new(world, &options)?)
         };
         let Some((prepared, told)) = self.settle(Transport::Nccl, prepare(), nccl::Prepared::told, |_| {})? else {

@@ -1,4 +1,5 @@
-//! The routed part of a layer on a rank's GPU: dispatch, experts, combine, chunk by chunk, queued into one stream.
+//! The routed part of a layer on a rank's GPU: dispatch, experts, combine, chunk by chunk, queued into one stream; where chunks
+//! overlap, by [`super::overlap`].
 //!
 //! Input and output are buffers of the device. What a step did is read once the host has waited for the device, which is the
 //! caller's to do: [`MoeLayer::queue_routed`], a wait, [`MoeLayer::finish_routed`].
@@ -6,7 +7,8 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use crate::backend::{BackendError, DeviceBatch, DeviceExperts};
+use crate::backend::{BackendError, Beside, DeviceBatch, DeviceExperts};
+use crate::config::Overlap;
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::capacity::Capacity;
 use crate::dispatch::counts::ReceivedCounts;
@@ -20,6 +22,7 @@ use crate::numerics::nvfp4::{BLOCK, QuantCounts};
 use crate::routing::TopK;
 use crate::world::World;
 
+use super::overlap::{Lane, Overlapped};
 use super::routed::Brought;
 use super::timers::Timers;
 use super::{LayerError, LayerStats, MoeLayer};
@@ -30,6 +33,8 @@ pub(super) struct OnGpu {
     pub gpu: Gpu,
     pub memory: Rc<RefCell<Memory>>,
     input: Rc<RefCell<HostInput>>,
+    /// Where chunks may overlap.
+    lane: Option<Lane>,
 }
 
 /// Memory that layers use one after the other.
@@ -70,7 +75,8 @@ pub(super) struct RoutedInput<'a> {
 }
 
 impl OnGpu {
-    pub fn new(gpu: &Gpu) -> Result<Self, GpuError> {
+    /// With a second lane unless chunks go one after the other.
+    pub fn new(gpu: &Gpu, overlap: Overlap) -> Result<Self, GpuError> {
         let device = gpu.device();
         let input = HostInput {
             values: DeviceBuffer::uninitialised(device, 0)?,
@@ -82,7 +88,8 @@ impl OnGpu {
         let counts = PinnedBuffer::zeroed(device, buffers.counts.len())?;
         let memory = Memory { buffers, timers: Timers::default(), counts, live: LiveStep::new(gpu)? };
         let (memory, input) = (Rc::new(RefCell::new(memory)), Rc::new(RefCell::new(input)));
-        Ok(Self { gpu: gpu.clone(), memory, input })
+        let lane = if overlap == Overlap::Off { None } else { Some(Lane::new(gpu)?) };
+        Ok(Self { gpu: gpu.clone(), memory, input, lane })
     }
 
     /// A layer's way, in two levels where there are nodes.
@@ -92,11 +99,33 @@ impl OnGpu {
         (rank, nodes): (Rank, Option<Rc<Nodes>>),
         (way, layer): (Way, LayerIdx),
     ) -> Result<DeviceRoute, GpuError> {
-        let stages = Stages::new(&self.gpu, forms, rank)?;
-        let levels = nodes.map(|nodes| TwoLevels::new(&self.gpu, forms, (rank, nodes))).transpose()?;
-        let transport = DeviceTransport::new(&self.gpu, stages, way, layer).with_levels(levels);
+        let transport = in_lane(&self.gpu, forms, (rank, nodes), (way, layer))?;
         Ok(DeviceRoute { on: self.clone(), transport })
     }
+
+    /// The same way in the second lane, where there is one and what carries tokens has room for two chunks.
+    pub fn overlapped(
+        &self,
+        forms: Forms,
+        place: (Rank, Option<Rc<Nodes>>),
+        (way, layer): (Way, LayerIdx),
+        asked: Overlap,
+    ) -> Result<Option<Overlapped>, GpuError> {
+        let Some(lane) = self.lane.as_ref().filter(|_| matches!(way, Way::Carried(_))) else { return Ok(None) };
+        let transport = in_lane(&lane.travel, forms, place, (way, layer))?;
+        Ok(Some(Overlapped::new(lane, transport, asked)))
+    }
+}
+
+fn in_lane(
+    lane: &Gpu,
+    forms: Forms,
+    (rank, nodes): (Rank, Option<Rc<Nodes>>),
+    (way, layer): (Way, LayerIdx),
+) -> Result<DeviceTransport, GpuError> {
+    let stages = Stages::new(lane, forms, rank)?;
+    let levels = nodes.map(|nodes| TwoLevels::new(lane, forms, (rank, nodes))).transpose()?;
+    Ok(DeviceTransport::new(lane, stages, way, layer).with_levels(levels))
 }
 
 impl DeviceRoute {
@@ -160,13 +189,21 @@ impl MoeLayer {
         let RoutedInput { values, ids, weights, brought } = input;
         let experts = self.experts_on_device()?;
         let chunks = self.chunks(world, capacity, brought, stats)?;
+        if let Ok(overlapped) = self.overlap.as_ref()
+            && chunks.num_chunks > 1
+        {
+            self.queue_overlapped((route, overlapped), (world, chunks), input, out, stats)?;
+            stats.num_device_waits += gpu.num_waits() - waits_before;
+            return Ok(());
+        }
         let mut memory = route.on.memory.borrow_mut();
         let Memory { buffers, timers, counts, .. } = &mut *memory;
         // What devices tell each other is another step's, though hosts agree on this one.
         let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         for chunk in 0..chunks.num_chunks {
             let (tokens, num_topk) = (chunks.tokens(chunk, brought.num_tokens), brought.num_topk);
-            let tokens = DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk, live_tokens: 0 };
+            let tokens =
+                DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk, of_step: None, live_tokens: 0 };
             world.fault(Stage::Dispatch)?;
             if world.has_fault(Stage::Experts, &Action::Poison) {
                 buffers.poison(gpu)?;
@@ -180,7 +217,8 @@ impl MoeLayer {
             grow(&mut buffers.rows, handle.received.total_rows() * self.geometry.expert_hidden)?;
             let token_scale = self.input_scale.unwrap_or(1.0);
             let Buffers { tokens: received, row_token, rows, .. } = buffers;
-            let batch = DeviceBatch { tokens: received, token_scale, row_token, expert_offsets: offsets };
+            let beside = Beside::default();
+            let batch = DeviceBatch { tokens: received, token_scale, row_token, expert_offsets: offsets, beside };
             experts.queue(&batch, rows)?;
             world.fault(Stage::Combine)?;
             timers.mark(gpu)?;
@@ -200,9 +238,10 @@ impl MoeLayer {
     pub(super) fn finish_routed(&self, route: &DeviceRoute, stats: &mut LayerStats) -> Result<(), LayerError> {
         let mut memory = route.on.memory.borrow_mut();
         let Memory { timers, counts, .. } = &mut *memory;
-        timers.take(&mut stats.times)?;
-        let of_blocks =
-            QuantCounts { num_blocks: 0, num_saturated: counts[0] + counts[2], num_zeroed: counts[1] + counts[3] };
+        timers.take(stats)?;
+        let others = self.overlap.as_ref().map_or([0; 4], Overlapped::take_counts);
+        let sum = |at: usize| counts[at] + counts[at + 2] + others[at] + others[at + 2];
+        let of_blocks = QuantCounts { num_blocks: 0, num_saturated: sum(0), num_zeroed: sum(1) };
         stats.count_forward(self.experts_on_device()?.evidence()?, of_blocks);
         Ok(())
     }

@@ -321,6 +321,7 @@ impl MoeLayer {
             num_topk,
             step: 0,
             chunk: 0,
+            of_step: None,
             live_tokens: buffers.extent().live_tokens,
         };
         self.queue_routed_alone(route, on_route, &tokens, (queued, routed))?;

@@ -9,6 +9,8 @@ mod experts;
 mod graph;
 mod kernels;
 mod load;
+mod memory;
+mod overlap;
 mod parts;
 pub mod plan;
 mod routed;
@@ -55,6 +57,8 @@ use block::DeviceBlock;
 use device::DeviceRoute;
 use graph::LayerGraphs;
 pub use graph::{GraphRefusal, NO_GRAPH_ASKED};
+use overlap::Overlapped;
+pub use overlap::{NO_OVERLAP_ASKED, OverlapRefusal};
 use parts::{Latent, Router, Shared, SharedBy};
 
 /// Everything that can end a session.
@@ -110,6 +114,9 @@ pub enum LayerError {
     /// A layer that can't be recorded.
     #[error(transparent)]
     Graph(#[from] GraphRefusal),
+    /// A layer whose chunks can't overlap.
+    #[error(transparent)]
+    Overlap(#[from] OverlapRefusal),
     /// Some rank failed; all end.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -150,6 +157,7 @@ impl Classify for LayerError {
             Self::Carry(error) => error.exit(),
             Self::Forward(error) => error.exit(),
             Self::Graph(error) => error.exit(),
+            Self::Overlap(error) => error.exit(),
             Self::World(error) => error.exit(),
             Self::Fault(error) => error.exit(),
             Self::Jit(error) => error.exit(),
@@ -192,6 +200,8 @@ pub struct MoeLayer {
     block: Option<DeviceBlock>,
     /// Its recordings, or why there are none.
     graphs: Result<LayerGraphs, String>,
+    /// What its chunks overlap in, or why they go one after the other.
+    overlap: Result<Overlapped, String>,
     weight_bytes: u64,
     /// What all ranks run, by rows of an expert.
     tactics: [Tactic; RowBucket::NUM],
@@ -268,6 +278,14 @@ impl MoeLayer {
     /// Why not.
     pub fn graphs(&self) -> Result<(), &str> {
         self.graphs.as_ref().map(|_| ()).map_err(String::as_str)
+    }
+
+    /// Whether its chunks may travel while others are computed; if not, why.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn overlap(&self) -> Result<(), &str> {
+        self.overlap.as_ref().map(|_| ()).map_err(String::as_str)
     }
 
     /// What may compute its experts: the winner, its companions, and the library that the shared ones were given to, all of

@@ -4,6 +4,7 @@
 use crate::backend::{BackendError, ExpertBatch, ForwardStats};
 use crate::dispatch::capacity::{Capacity, Chunks};
 use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::overlap::Cut;
 use crate::dispatch::passing::{ChunkTag, StepTag};
 use crate::dispatch::plan::{ComputePlan, Slots};
 use crate::dispatch::transport::{TokenTransport, exchange_sizes};
@@ -36,6 +37,8 @@ impl MoeLayer {
         let Brought { num_tokens, num_topk, step } = brought;
         let drift = u64::from(world.has_fault(Stage::Dispatch, &Action::Drift));
         let tag = StepTag { layer: self.decision.layer, step: step + drift, num_topk };
+        let cut = self.overlap.as_ref().map_or(Cut::Never, |overlap| overlap.cut(num_topk, self.geometry.num_experts));
+        let capacity = capacity.with_cut(cut);
         let sizes = stats.times.dispatch(|| exchange_sizes(world, tag, num_tokens, capacity));
         let chunks = sizes.map_err(|error| world.refuse(error))?;
         stats.num_chunks = chunks.num_chunks as u64;

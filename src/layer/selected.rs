@@ -184,13 +184,14 @@ pub(crate) fn must_match(
 
 fn add_options(fields: &mut SessionBuilder, options: &SessionOptions<'_>) {
     let dispatch = &options.deployment.dispatch;
-    let capacity = super::session::capacity_of(&options.deployment);
-    let at_once = super::session::tokens_at_once(capacity, options.num_tokens);
+    let capacity = super::memory::capacity_of(&options.deployment);
+    let at_once = super::memory::tokens_at_once(capacity, options.num_tokens);
     fields
         .capacity("num_max_tokens_per_rank", dispatch.num_max_tokens_per_rank as u64)
         .capacity("tokens_at_once", at_once as u64)
         .flag("part", options.part.name())
         .flag("cuda_graph", options.deployment.moe.cuda_graph.name())
+        .flag("overlap", dispatch.overlap.name())
         .flag("input_is_bf16", options.input_is_bf16);
 }
 

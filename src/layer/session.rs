@@ -9,21 +9,19 @@ use std::time::Duration;
 use crate::backend::cuda::{DenseBy, DenseTools};
 use crate::backend::{self, Backend, BackendError, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::{Choice as _, Deployment, Levels, Transport};
-use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
+use crate::config::{Choice as _, Deployment, Levels, Overlap, Transport};
+use crate::dispatch::capacity::{BufferPlan, Capacity};
 use crate::dispatch::device::{Forms, Way};
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::nodes::Nodes;
 use crate::dispatch::placement::Placement;
-use crate::dispatch::region::Rooms;
-use crate::dispatch::travel::{Travel, buffer_sizes, combine_mode, payload_form, row_form};
+use crate::dispatch::travel::{Travel, combine_mode, payload_form, row_form};
 use crate::fault::Stage;
 use crate::gpu::{Gpu, Kernels};
-use crate::host;
 use crate::ids::{ExpertIdx, LayerIdx, Rank};
 use crate::model::MoeGeometry;
 use crate::select::tactics::{RowBucket, Tactic};
-use crate::select::{self, Digest, Environment, InstructionSet, LayerDecision, Selection};
+use crate::select::{self, Digest, Environment, InstructionSet, Selection};
 use crate::world::{Phase, World};
 
 use super::block::{BlockMemory, DeviceBlock};
@@ -32,6 +30,8 @@ use super::device::OnGpu;
 use super::graph;
 use super::kernels;
 use super::load::{Loaded, Loader};
+use super::memory::{capacity_of, check_memory, plan_buffers, rooms, tokens_at_once};
+use super::overlap;
 use super::plan::{self, Asked, LayerPlan};
 use super::selected::{self, Selected};
 use super::tune::{self, TacticTable, Tuned};
@@ -118,7 +118,7 @@ impl Session {
         let placement = Placement::new(geometry.num_experts, world.size());
         let capacity = capacity_of(deployment);
         let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
-        let buffers = plan_buffers(world, &geometry, (&plans, &selected), tokens_at_once);
+        let buffers = plan_buffers(world, options, (&geometry, &plans, &selected));
         let kernels = kernels::prepare(world, options, (&geometry, &plans), &mut selected)?;
         let compile_limit = Duration::from_secs(timeouts.compile_s);
         world.enter(Phase { name: "compile", limit: compile_limit, key: "timeouts.compile_s" });
@@ -133,11 +133,13 @@ impl Session {
             gpu: gpu.as_ref(),
             rooms: rooms(world, &geometry, &plans, tokens_at_once),
             num_local_experts: placement.local_experts(Rank(0)).len(),
+            overlap: deployment.dispatch.overlap,
         };
         let wanted: Vec<Transport> = selected.selection.layers.iter().map(|layer| layer.transport).collect();
         let carriers = Carriers::build(world, &needs, &wanted)?;
         world.enter(load);
-        let on_gpu = world.agree(gpu.as_ref().map(OnGpu::new).transpose())?;
+        let on_gpu = gpu.as_ref().map(|gpu| OnGpu::new(gpu, deployment.dispatch.overlap));
+        let on_gpu = world.agree(on_gpu.transpose())?;
         let dense = gpu.as_ref().filter(|_| kernels::routes_on_device(&geometry));
         let dense = world.agree(dense.map(|gpu| Dense::new(gpu, options)).transpose())?;
         let held = Held {
@@ -256,81 +258,6 @@ impl Session {
     }
 }
 
-pub(super) fn capacity_of(deployment: &Deployment) -> Capacity {
-    Capacity::from(&deployment.dispatch)
-}
-
-/// Tokens of a rank that travel at once: no more than any rank will bring.
-pub(super) fn tokens_at_once(capacity: Capacity, num_tokens: Option<usize>) -> usize {
-    let declared = capacity.max_tokens_at_once();
-    num_tokens.map_or(declared, |n| n.min(declared))
-}
-
-/// The largest buffers that any layer needs, said before anything is allocated.
-fn plan_buffers(
-    world: &World,
-    geometry: &MoeGeometry,
-    (plans, selected): (&[LayerPlan], &Selected),
-    tokens_at_once: usize,
-) -> BufferPlan {
-    let placement = Placement::new(geometry.num_experts, world.size());
-    let num_experts = (world.size(), placement.local_experts(world.rank()).len());
-    let of_layer = |decision: &LayerDecision| {
-        let forwards = selected.goes_in_two_levels(decision.layer);
-        let forwards = forwards.then(|| ForwardSizes::new(&selected.nodes, world.rank()));
-        BufferPlan::new(&buffer_sizes(geometry, decision, num_experts, forwards), tokens_at_once)
-    };
-    let buffers =
-        plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
-    if world.is_root() {
-        tracing::info!(
-            tokens_at_once,
-            receive_bytes = buffers.receive_bytes,
-            forward_bytes = buffers.forward_bytes,
-            total_bytes = buffers.total_bytes(),
-            "dispatch buffers planned for a rank, at most"
-        );
-    }
-    buffers
-}
-
-/// Room for every layer's tokens and rows, where other ranks store them.
-fn rooms(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> Rooms {
-    let num_ranks = world.size();
-    // The first rank has the most experts; rooms do not depend on it.
-    let num_local_experts = Placement::new(geometry.num_experts, num_ranks).local_experts(Rank(0)).len();
-    let sizes = |plan: &LayerPlan| buffer_sizes(geometry, &plan.decision, (num_ranks, num_local_experts), None);
-    plans.iter().map(|plan| Rooms::new(&sizes(plan), tokens_at_once)).fold(Rooms::default(), Rooms::max)
-}
-
-/// Whether they fit where they will lie: in the GPU's memory, or in this host's.
-fn check_memory(
-    world: &World,
-    (options, gpu): (&SessionOptions<'_>, Option<&Gpu>),
-    buffers: &BufferPlan,
-    chunk_tokens: usize,
-) -> Result<(), LayerError> {
-    let needed_bytes = buffers.total_bytes();
-    let is_over = |num_ranks: usize, free_bytes| needed_bytes.saturating_mul(num_ranks as u64) > free_bytes;
-    if let Some(gpu) = gpu {
-        let num_sharing = if options.deployment.cluster.share_gpus { world.local_size() } else { 1 };
-        let free_bytes = gpu.device().memory()?.free_bytes;
-        if is_over(num_sharing, free_bytes) {
-            let gpu = gpu.device().facts().name.clone();
-            let error = CapacityError::DeviceMemory { needed_bytes, num_sharing, gpu, free_bytes, chunk_tokens };
-            return Err(error.into());
-        }
-        return Ok(());
-    }
-    match host::free_memory_bytes() {
-        Some(free_bytes) if is_over(world.local_size(), free_bytes) => {
-            let (local_size, host) = (world.local_size(), world.host().to_owned());
-            Err(CapacityError::Memory { needed_bytes, local_size, host, free_bytes, chunk_tokens }.into())
-        }
-        _ => Ok(()),
-    }
-}
-
 /// The backends that the selection names, by technique.
 type Backends = Vec<(&'static str, Arc<dyn Backend>)>;
 
@@ -442,17 +369,26 @@ fn load_layers(
         let nodes = (selected.levels == Levels::Two).then(|| nodes.clone());
         let way = carriers.of(selected.transport).filter(|_| experts.on_device().is_some());
         let carried_by = way.as_ref().map_or(Transport::Host, Way::transport);
-        let route = |(on_gpu, way): (&OnGpu, Way)| {
+        let asked = options.deployment.dispatch.overlap;
+        let route = |(on_gpu, way): (&OnGpu, Way)| -> Result<_, LayerError> {
             let is_quantised = matches!(travel.payload, PayloadForm::Nvfp4 { .. });
             let forms = Forms { travel, quantise: input_scale.filter(|_| !is_quantised) };
-            on_gpu.route(forms, (world.rank(), nodes.clone()), (way, decision.layer))
+            let (place, way) = ((world.rank(), nodes.clone()), (way, decision.layer));
+            let overlapped = on_gpu.overlapped(forms, place.clone(), way.clone(), asked)?;
+            Ok((on_gpu.route(forms, place, way)?, overlapped))
         };
-        let device = world.agree(on_gpu.zip(way).map(route).transpose())?;
+        let (device, overlapped) = world.agree(on_gpu.zip(way).map(route).transpose())?.unzip();
         let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));
-        let asked = options.deployment.moe.cuda_graph;
+        let wanted = options.deployment.moe.cuda_graph;
         let verdict = graph::verdict((device.as_ref(), block.as_ref()), carried_by.name());
         let at_once = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
-        let graphs = world.agree(graph::choose(asked, (world, decision.layer), verdict, at_once))?;
+        let graphs = world.agree(graph::choose(wanted, (world, decision.layer), verdict, at_once))?;
+        let (num_ranks, is_on_device, is_recorded) = (world.size(), device.is_some(), graphs.is_ok());
+        let facts = overlap::Facts { asked, num_ranks, is_on_device, is_recorded };
+        let overlap = world.agree(facts.choose(decision.layer, overlapped.flatten()))?;
+        if let (Err(why), Overlap::Auto, true) = (&overlap, asked, world.is_root()) {
+            tracing::info!("chunks of {} do not overlap: {why}", decision.layer);
+        }
         layers.push(MoeLayer {
             decision: *decision,
             selected,
@@ -468,6 +404,7 @@ fn load_layers(
             device,
             block,
             graphs,
+            overlap,
             weight_bytes,
             tactics: [Tactic::UNTUNED; RowBucket::NUM],
         });

@@ -40,6 +40,9 @@ pub struct LayerStats {
     pub num_tokens_received: u64,
     /// Where the time went.
     pub times: PhaseTimes,
+    /// On GPUs, from the first chunk's dispatch to the last one's sums. Where chunks overlap that is less than their phases
+    /// together; what it is more than the experts' is communication that nothing hides.
+    pub routed: Duration,
 }
 
 impl LayerStats {
@@ -89,6 +92,7 @@ impl LayerStats {
         self.num_tokens_sent += other.num_tokens_sent;
         self.num_tokens_received += other.num_tokens_received;
         self.times.add(&other.times);
+        self.routed += other.routed;
     }
 }
 

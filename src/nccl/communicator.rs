@@ -52,6 +52,8 @@ pub struct Place {
     pub rank: usize,
     /// How many there are.
     pub num_ranks: usize,
+    /// Multiprocessors that its transfers take at most, the same for all; absent: as NCCL sees fit.
+    pub max_multiprocessors: Option<u32>,
 }
 
 /// How far something that was started has come.
@@ -96,7 +98,7 @@ impl Communicator {
             blocking: 0,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
+            max_ctas: place.max_multiprocessors.and_then(|most| c_int::try_from(most).ok()).unwrap_or(UNDEFINED),
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
         };

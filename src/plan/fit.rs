@@ -94,6 +94,8 @@ pub(super) struct Sizes<'a> {
     pub device_memory_bytes: u64,
     /// Ranks of a node, where tokens go in two levels.
     pub ranks_per_node: Option<usize>,
+    /// Sets of buffers.
+    pub num_sets: u64,
 }
 
 impl Sizes<'_> {
@@ -138,7 +140,8 @@ impl Sizes<'_> {
             let sizes = buffer_sizes(self.geometry, self.decision, (num_ranks, local.len()), forwards);
             let weights = ends[local.end] - ends[local.start] + replicated;
             // Buffers grow in proportion to the tokens.
-            self.device_memory_bytes.checked_sub(weights).map(|free| free / BufferPlan::new(&sizes, 1).total_bytes())
+            let of_token = self.num_sets * BufferPlan::new(&sizes, 1).total_bytes();
+            self.device_memory_bytes.checked_sub(weights).map(|free| free / of_token)
         };
         let all: Option<Vec<u64>> = (0..num_ranks).map(of_rank).collect();
         all?.into_iter().min().filter(|&tokens| tokens > 0)

@@ -20,9 +20,10 @@ mod tests;
 
 use serde::Serialize;
 
-use crate::config::{Choice, Combine, CombineDtype, Deployment, Device, Levels, Links, Payload};
+use crate::config::{Choice, Combine, CombineDtype, Deployment, Device, Levels, Links, Overlap, Payload, Transport};
 use crate::dispatch::capacity::{Capacity, Chunks};
 use crate::dispatch::nodes::Nodes;
+use crate::dispatch::overlap::{Cut, tokens_in_buffers};
 use crate::dispatch::placement::Placement;
 use crate::ids::Rank;
 use crate::model::MoeGeometry;
@@ -142,6 +143,8 @@ struct Basis<'a> {
     num_tokens: usize,
     chunks: Chunks,
     tokens_at_once: usize,
+    /// Tokens of a rank that its buffers hold: in two sets where chunks overlap.
+    num_buffered: usize,
 }
 
 impl Plan {
@@ -208,6 +211,7 @@ impl<'a> Basis<'a> {
         let capacity = Capacity::from(&deployment.dispatch);
         capacity.validate()?;
         let num_tokens = asked.num_tokens.unwrap_or(capacity.num_max_tokens_per_rank);
+        let capacity = capacity.with_cut(cut(&deployment, geometry));
         let chunks = capacity.chunks(&vec![num_tokens; facts.num_ranks()])?;
         let placement = Placement::new(geometry.num_experts, facts.num_ranks());
         let reach = Reach::new(geometry);
@@ -216,6 +220,10 @@ impl<'a> Basis<'a> {
         let levels = facts.levels(deployment.cluster.device != Device::Gpu);
         let flows = traffic::flows(placement, &reach, (&nodes, levels));
         let tokens_at_once = num_tokens.min(capacity.max_tokens_at_once());
+        let num_buffered = match capacity.cut {
+            Cut::Never => tokens_at_once,
+            _ => tokens_in_buffers(tokens_at_once, capacity.chunk_tokens.is_some()),
+        };
         Ok(Self {
             geometry,
             layers,
@@ -228,7 +236,21 @@ impl<'a> Basis<'a> {
             num_tokens,
             chunks,
             tokens_at_once,
+            num_buffered,
         })
+    }
+}
+
+/// How a run would cut steps, of ranks that drive GPUs and are several, and whose tokens are carried.
+fn cut(deployment: &Deployment, geometry: &MoeGeometry) -> Cut {
+    let (num_topk, num_experts) = (geometry.num_topk, geometry.num_experts);
+    match deployment.dispatch.overlap {
+        _ if deployment.cluster.device != Device::Gpu || deployment.dispatch.transport == Transport::Nvlink => {
+            Cut::Never
+        }
+        Overlap::Off => Cut::Never,
+        Overlap::Auto => Cut::ByRows { num_topk, num_experts },
+        Overlap::On => Cut::ByTokens,
     }
 }
 
@@ -262,7 +284,15 @@ fn misfit(
     let decision = &groups.iter().max_by_key(largest)?.chosen;
     let most = &ranks.iter().rev().max_by_key(|rank| rank.group.needed_bytes)?.group;
     let ranks_per_node = (basis.levels == Levels::Two).then(|| basis.nodes.ranks(0).len());
-    let sizes = Sizes { geometry: asked.geometry, layers: asked.layers, decision, device_memory_bytes, ranks_per_node };
+    let sizes = Sizes {
+        geometry: asked.geometry,
+        layers: asked.layers,
+        decision,
+        device_memory_bytes,
+        ranks_per_node,
+        // What fits is declared as a chunk.
+        num_sets: if basis.num_buffered > basis.tokens_at_once { 2 } else { 1 },
+    };
     sizes.misfit(most, basis.flows.len(), basis.tokens_at_once)
 }
 

@@ -147,7 +147,7 @@ impl Basis<'_> {
     pub(super) fn buffers(&self, decision: &LayerDecision, (rank, num_local_experts): (Rank, usize)) -> BufferPlan {
         let forwards = (self.levels == Levels::Two).then(|| ForwardSizes::new(&self.nodes, rank));
         let sizes = buffer_sizes(self.geometry, decision, (self.flows.len(), num_local_experts), forwards);
-        BufferPlan::new(&sizes, self.tokens_at_once)
+        BufferPlan::new(&sizes, self.num_buffered)
     }
 
     pub(super) fn moved(&self, flow: &Flow, decision: &LayerDecision) -> Moved {

@@ -68,6 +68,8 @@ pub struct RankReport {
     pub layers: Vec<RankLayer>,
     /// Seconds in each phase: loading, then the phases of its layers over all steps.
     pub phases: Vec<(String, f64)>,
+    /// On a GPU, seconds from first dispatch to last sums, of all layers and steps. Less than those phases' where chunks overlap.
+    pub routed_s: f64,
 }
 
 /// Checkpoint bytes that a rank read.
@@ -184,6 +186,7 @@ impl RankReport {
             num_not_finite: outcome.num_not_finite,
             num_steps_off: outcome.num_steps_off,
         });
+        self.routed_s += stats.routed.as_secs_f64();
         for (name, time) in stats.times.by_name() {
             match self.phases.iter_mut().find(|(known, _)| known == name) {
                 Some((_, sum)) => *sum += time.as_secs_f64(),
@@ -260,6 +263,8 @@ pub struct DecidedLayer {
     pub why: String,
     /// Why its steps are not replayed as a CUDA graph; absent: they are.
     pub no_cuda_graph: Option<String>,
+    /// Why its chunks do not travel while others are computed; absent: they do, where a step has several.
+    pub no_overlap: Option<String>,
 }
 
 /// A run, joined from all ranks.
@@ -398,7 +403,7 @@ pub(super) mod tests {
         let decided = serde_json::json!({
             "rank": 0, "host": "h", "num_tokens": 1, "num_threads": 1, "load_experts_s": 0.0, "weight_bytes": 0, "planned_bytes": 0,
             "bytes_read": {"experts": 0, "replicated": 0}, "peak_rss_bytes": 0, "rows_sent": 0, "rows_received": 0,
-            "dispatch_bytes_sent": 0, "bytes_to": [0], "links": LinkBytes::default(), "step_collectives": 0, "phases": [],
+            "dispatch_bytes_sent": 0, "bytes_to": [0], "links": LinkBytes::default(), "step_collectives": 0, "routed_s": 0.0, "phases": [],
             "layers": [{
                 "layer": 3, "first_expert": 0, "rows_per_expert": [1], "chunks": 1, "device_waits": 0,
                 "graph_captures": 0, "graph_replays": 0,
@@ -423,6 +428,7 @@ pub(super) mod tests {
             identities: ["nvfp4", "none"].map(|quant| format!("lockstep.simd.grouped_gemm.{quant}")).to_vec(),
             why: "preferred by backend auto".to_owned(),
             no_cuda_graph: Some("moe.cuda_graph: off".to_owned()),
+            no_overlap: Some("dispatch.overlap: off".to_owned()),
         };
         let decided = Decided {
             deployment: "laptop".to_owned(),

@@ -5,8 +5,8 @@ use std::fmt;
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use super::{LinkBytes, RunReport};
-use crate::layer::NO_GRAPH_ASKED;
 use crate::layer::tune::TimedBy;
+use crate::layer::{NO_GRAPH_ASKED, NO_OVERLAP_ASKED};
 
 impl fmt::Display for RunReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -27,6 +27,7 @@ impl fmt::Display for RunReport {
         }
         writeln!(f, "\n{}", phases(self))?;
         graphs(self, f)?;
+        overlap(self, f)?;
         writeln!(
             f,
             "\nsteps: {}, median {}, p99 {}\n",
@@ -58,6 +59,31 @@ fn graphs(report: &RunReport, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             }
             Some(_) => {}
         }
+    }
+    Ok(())
+}
+
+/// Whose chunks overlap, and what of the way to the experts and back they did not hide; and where that was not taken for granted,
+/// why those of others don't.
+fn overlap(report: &RunReport, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for decided in &report.decided.layers {
+        match &decided.no_overlap {
+            None => writeln!(f, "layer {}: chunks overlap where a step has several", decided.layer)?,
+            Some(why) if why != NO_OVERLAP_ASKED => writeln!(f, "layer {}: no overlap: {why}", decided.layer)?,
+            Some(_) => {}
+        }
+    }
+    if report.decided.layers.iter().any(|layer| layer.no_overlap.is_none())
+        && let Some((rank, slowest)) =
+            report.ranks.iter().enumerate().max_by(|(_, a), (_, b)| a.routed_s.total_cmp(&b.routed_s))
+    {
+        let experts_s: f64 =
+            slowest.phases.iter().filter(|(name, _)| name == "experts").map(|(_, time_s)| time_s).sum();
+        let (routed, exposed) = (time(slowest.routed_s * 1e6), time((slowest.routed_s - experts_s).max(0.0) * 1e6));
+        writeln!(
+            f,
+            "from dispatch to sums {routed} on rank {rank}, the slowest; {exposed} of it without experts at work"
+        )?;
     }
     Ok(())
 }

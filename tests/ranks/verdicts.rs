@@ -166,3 +166,18 @@ fn cuda_graphs_are_refused_on_hosts_and_auto_says_why_there_are_none() {
     assert!(done.outcome.stdout.contains("no CUDA graph: it runs on hosts"), "{}", done.outcome.printed());
     assert!(!asked("off").succeed().outcome.stdout.contains("CUDA graph"));
 }
+
+/// Likewise.
+#[test]
+fn overlap_is_refused_on_hosts_and_auto_says_why_there_is_none() {
+    let work = Work::new();
+    let input = crate::bits::tokens(&fixtures::named("k3-tiny"));
+    let run = Run::new(&work, &fixtures::checkpoint("k3-tiny"), &input).without("activation").ranks(2);
+    let asked = |word: &str| run.clone().key("dispatch", "overlap", word);
+    asked("on").fails_with(2, &["dispatch.overlap: on", "can't overlap: it runs on hosts", "cluster.device: gpu"]);
+    let done = asked("auto").succeed();
+    let why = done.report.at("/decided/layers/0/no_overlap").as_str().expect("a reason");
+    assert!(why.contains("it runs on hosts"), "{why}");
+    assert!(done.outcome.stdout.contains("no overlap: it runs on hosts"), "{}", done.outcome.printed());
+    assert!(!asked("off").succeed().outcome.stdout.contains("no overlap"));
+}

@@ -14,7 +14,8 @@ use super::workspace::{Device, Host, Workspace};
 use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
 use crate::backend::{
-    BackendError, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsSpec, ForwardStats, LiveBatch, LiveBounds,
+    BackendError, Beside, DeviceBatch, DeviceExperts, ExpertBatch, Experts, ExpertsSpec, ForwardStats, LiveBatch,
+    LiveBounds,
 };
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
 use crate::cuda::DeviceBuffer;
@@ -22,7 +23,7 @@ use crate::gpu::grow;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, STEP_K, Schedule, Weights,
 };
-use crate::jit::kernels::{BatchSchedules, Chooser};
+use crate::jit::kernels::{BatchSchedules, Chooser, ExpertRows};
 use crate::numerics::nvfp4::{BLOCK, QuantCounts};
 use crate::select::Identity;
 
@@ -131,7 +132,7 @@ pub(super) struct Share {
 impl Experts for Group {
     fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
         checks::batch(&self.spec, self.experts.len(), batch, out);
-        let shares = self.shares(batch.expert_offsets)?;
+        let shares = self.shares(batch.expert_offsets, None)?;
         let (gpu, stream) = (&self.shared.gpu, self.shared.stream());
         let mut workspace = self.shared.lock();
         let Host { tokens, row_token, out: device_out } = &mut workspace.host;
@@ -143,7 +144,8 @@ impl Experts for Group {
         grow(device_out, batch.num_rows().min(MAX_WAVE_ROWS) * self.spec.hidden)?;
         let Workspace { host: Host { tokens, row_token, out: device_out }, device } = &mut *workspace;
         let expert_offsets = batch.expert_offsets;
-        let on_device = DeviceBatch { tokens, token_scale: batch.token_scale, row_token, expert_offsets };
+        let (token_scale, beside) = (batch.token_scale, Beside::default());
+        let on_device = DeviceBatch { tokens, token_scale, row_token, expert_offsets, beside };
         device.upload_entries(gpu, &shares)?;
         for rows in waves(batch.num_rows()) {
             let out = &mut out[rows.start * self.spec.hidden..rows.end * self.spec.hidden];
@@ -176,7 +178,7 @@ impl Experts for Group {
 impl DeviceExperts for Group {
     fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
         checks::offsets(self.experts.len(), batch.expert_offsets);
-        let shares = self.shares(batch.expert_offsets)?;
+        let shares = self.shares(batch.expert_offsets, batch.beside.rows_of_all)?;
         let mut workspace = self.shared.lock();
         workspace.device.upload_entries(&self.shared.gpu, &shares)?;
         for rows in waves(batch.num_rows()) {
@@ -247,25 +249,30 @@ fn clipped_offsets(expert_offsets: &[usize], rows: &Range<usize>) -> Vec<u32> {
 }
 
 impl Group {
-    /// The schedules of the experts of a format.
-    fn schedules(&self, weights: Weights, expert_offsets: &[usize]) -> Result<BatchSchedules, BackendError> {
-        let rows = self.experts.iter().zip(expert_offsets.windows(2));
-        let counts = rows.filter(|(expert, _)| expert.weights == weights).map(|(_, offsets)| offsets[1] - offsets[0]);
-        Ok(self.chooser.batch(&gemm(&self.spec, weights)?, &counts.collect::<Vec<_>>()))
+    /// The schedules of the experts of a format, of which each has `rows`.
+    fn schedules(&self, weights: Weights, rows: &[ExpertRows]) -> Result<BatchSchedules, BackendError> {
+        let of_format = self.experts.iter().zip(rows).filter(|(expert, _)| expert.weights == weights);
+        let rows: Vec<ExpertRows> = of_format.map(|(_, rows)| *rows).collect();
+        Ok(self.chooser.batch_of_many(&gemm(&self.spec, weights)?, &rows))
     }
 
-    /// Deals the experts that have rows out to programs.
-    fn shares(&self, expert_offsets: &[usize]) -> Result<Vec<Share>, BackendError> {
+    /// Deals the experts that have rows out to programs: as their rows `of_all` batches of the step say, where there are more.
+    fn shares(&self, expert_offsets: &[usize], of_all: Option<&[usize]>) -> Result<Vec<Share>, BackendError> {
         let mut shares: BTreeMap<usize, Share> = BTreeMap::new();
-        let of_nvfp4 = self.schedules(Weights::Nvfp4, expert_offsets)?;
-        let of_bf16 = self.schedules(Weights::Bf16, expert_offsets)?;
-        for (index, (expert, offsets)) in self.experts.iter().zip(expert_offsets.windows(2)).enumerate() {
-            let num_rows = offsets[1] - offsets[0];
+        let here = expert_offsets.windows(2).map(|offsets| offsets[1] - offsets[0]);
+        let rows: Vec<ExpertRows> = match of_all {
+            Some(of_all) => here.zip(of_all).map(|(here, &in_all)| ExpertRows { here, in_all }).collect(),
+            None => here.map(ExpertRows::alone).collect(),
+        };
+        let of_nvfp4 = self.schedules(Weights::Nvfp4, &rows)?;
+        let of_bf16 = self.schedules(Weights::Bf16, &rows)?;
+        for (index, (expert, rows)) in self.experts.iter().zip(&rows).enumerate() {
+            let num_rows = rows.here;
             if num_rows == 0 {
                 continue;
             }
             let schedules = if expert.weights == Weights::Nvfp4 { of_nvfp4 } else { of_bf16 };
-            let wanted = (expert.weights, schedules.of(num_rows));
+            let wanted = (expert.weights, schedules.of(rows.in_all));
             let at = self.programs.iter().position(|known| (known.weights, known.schedule) == wanted);
             let at = at.unwrap_or_else(|| unreachable!("{wanted:?} was compiled when the experts were packed"));
             let entries = || vec![ExpertEntry::default(); self.experts.len()];
@@ -314,10 +321,11 @@ impl Group {
             if rows.start == 0 {
                 evidence.expect(share.program_idx, share.num_rows);
             }
+            let num_spare = batch.beside.num_spare_multiprocessors;
             // SAFETY: every buffer has room for this batch's rows, as computed above from the same offsets that are uploaded,
             // and every row names a token of the batch, which `checks::batch` sees to, or whoever made the batch on the
             // device. They live in workspaces or with the caller, whose freeing waits for the device.
-            unsafe { self.programs[share.program_idx].program.queue(gpu.stream(), &args)? };
+            unsafe { self.programs[share.program_idx].program.queue(gpu.stream(), &args, num_spare)? };
         }
         Ok(())
     }

@@ -183,7 +183,7 @@ impl LocalLayer {
                     let args = buffers.args(self.entries.len(), set * programs.len() + share, tokens.scale)?;
                     // SAFETY: every buffer has room for these counts and goes with the work; the sets live in `self`, which
                     // the work borrows, and so do the programs' modules.
-                    unsafe { program.queue(stream, &args)? };
+                    unsafe { program.queue(stream, &args, 0)? };
                 }
             }
             Ok::<_, BackendError>(())

@@ -68,15 +68,42 @@ impl Program {
         self.wants_images
     }
 
-    /// Queues all kernels.
+    /// Queues all kernels, which leave `num_spare` multiprocessors to others, though at most half of them.
     ///
     /// # Safety
     /// What `args` points to is as `kernels/experts.cuh` says, and lives until `stream` has come so far.
-    pub(super) unsafe fn queue(&self, stream: &Stream, args: &GroupedGemmArgs) -> Result<(), BackendError> {
+    pub(super) unsafe fn queue(
+        &self,
+        stream: &Stream,
+        args: &GroupedGemmArgs,
+        num_spare: u32,
+    ) -> Result<(), BackendError> {
+        let num_multiprocessors = stream.device().facts().num_multiprocessors;
         for Step { function, shape } in &self.steps {
+            let shape = leaving(shape, num_multiprocessors, num_spare);
             // SAFETY: the caller answers for all addresses.
-            unsafe { function.launch(stream, shape, args)? };
+            unsafe { function.launch(stream, &shape, args)? };
         }
         Ok(())
+    }
+}
+
+/// A launch of as many blocks on each of fewer multiprocessors: any number of blocks takes all tiles.
+fn leaving(shape: &LaunchShape, num_multiprocessors: u32, num_spare: u32) -> LaunchShape {
+    let [num_blocks, y, z] = shape.grid;
+    let num_spare = num_spare.min(num_multiprocessors / 2);
+    LaunchShape { grid: [num_blocks / num_multiprocessors.max(1) * (num_multiprocessors - num_spare), y, z], ..*shape }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spare_multiprocessors_are_left_alone() {
+        let blocks = |num_blocks, num_spare| leaving(&LaunchShape::rows(num_blocks, 256), 132, num_spare).grid[0];
+        assert_eq!([blocks(132, 0), blocks(264, 0), blocks(132 * 8, 0)], [132, 264, 132 * 8]);
+        assert_eq!([blocks(132, 8), blocks(264, 8), blocks(132 * 8, 8)], [124, 248, 124 * 8]);
+        assert_eq!(blocks(132, 1000), 66);
     }
 }

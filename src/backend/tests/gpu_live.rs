@@ -1,6 +1,8 @@
 //! Rows that the device alone has counted: the lists that it makes, and what kernels make of them. They need a GPU and NVRTC.
 
-use super::super::{BackendError, DeviceBatch, DeviceExperts, ExpertsSpec, LiveBatch, LiveBounds, Machine, build};
+use super::super::{
+    BackendError, Beside, DeviceBatch, DeviceExperts, ExpertsSpec, LiveBatch, LiveBounds, Machine, build,
+};
 use super::super::{ForwardStats, cuda};
 use super::{Case, Format, Rng, SITU, assert_same_bits};
 use crate::cuda::{DeviceBuffer, Graph};
@@ -86,6 +88,7 @@ fn check(gpu: &Gpu, technique: &'static str, spec: ExpertsSpec, formats: &[Forma
             token_scale: 1.0,
             row_token: &rows.row_token,
             expert_offsets: &offsets,
+            beside: Beside::default(),
         };
         experts.queue(&batch, &mut wanted).unwrap();
         let known = evidence(gpu, experts);

@@ -13,6 +13,7 @@ use super::figures::{fastest, median, show_at_root, slowest, us};
 use super::{BenchArgs, REPEATS, markdown, repeats};
 use crate::config::{Deployment, Effective};
 use crate::dispatch::capacity::Capacity;
+use crate::dispatch::overlap::Cut;
 use crate::dispatch::passing::StepTag;
 use crate::dispatch::transport::exchange_sizes;
 use crate::env::EnvVars;
@@ -281,7 +282,7 @@ fn of_failures<'a>(world: &'a World, session: &'a Fingerprint, other: &'a Finger
 /// The exchange of sizes that every dispatch begins with: with layer, step and top-k in it, and without.
 fn of_a_step(world: &World) -> Vec<Timed<'_>> {
     let num_ranks = world.size() as u64;
-    let capacity = Capacity { num_max_tokens_per_rank: 8192, chunk_tokens: None };
+    let capacity = Capacity { num_max_tokens_per_rank: 8192, chunk_tokens: None, cut: Cut::Never };
     let tag = StepTag { layer: LayerIdx(1), step: 7, num_topk: 16 };
     let tagged = move || {
         exchange_sizes(world, tag, 64, capacity)?;

@@ -18,16 +18,17 @@ use crate::config::{Activations, BackendFamily, Choice as _, CudaGraph, Deployme
 use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::facts;
-use crate::layer::{JitOptions, LayerInput, LayerOutput, Part, Session, SessionOptions};
+use crate::ids::LayerIdx;
+use crate::layer::{JitOptions, LayerError, LayerInput, LayerOutput, Part, Session, SessionOptions};
 use crate::report::time;
 use crate::world::{Phase, World};
 
 use super::figures::{median, show_at_root, slowest, us};
 use super::work::Noise;
-use super::{BenchActivations, BenchArgs, BenchError, EXPERTS_ALONE, gpu, markdown, repeats};
+use super::{BenchActivations, BenchArgs, BenchError, EXPERTS_ALONE, gpu, markdown, overlap, repeats};
 
 /// Steps before those that count: the second records what the third replays.
-const NUM_WARM: usize = 3;
+pub(super) const NUM_WARM: usize = 3;
 
 /// Options of `--layer`.
 #[derive(Debug, Clone, Args)]
@@ -40,14 +41,17 @@ pub struct LayerArgs {
     /// Tokens of a rank; a line of the table each. The most is the declared capacity.
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1,8,64,512", requires = "layer")]
     pub layer_tokens: Vec<usize>,
+    /// Times its routed part instead with chunks that travel over this while others are computed, next to whole steps.
+    #[arg(long, value_name = "TRANSPORT", value_parser = ["host", "nccl"], requires = "layer")]
+    pub layer_overlap: Option<String>,
 }
 
 /// What is timed, and how often.
-struct Asked<'a> {
-    checkpoint: &'a Path,
+pub(super) struct Asked<'a> {
+    pub checkpoint: &'a Path,
     backend: BackendFamily,
-    args: &'a BenchArgs,
-    repeats: usize,
+    pub args: &'a BenchArgs,
+    pub repeats: usize,
 }
 
 /// The table.
@@ -86,6 +90,9 @@ pub struct LayerRow {
 pub(super) fn command(checkpoint: &Path, args: &BenchArgs, env: &EnvVars) -> Result<Exit, Failure> {
     with_world(env, |world| {
         let asked = world.agree(Asked::new(checkpoint, args))?;
+        if let Some(transport) = args.layer.layer_overlap.as_deref().and_then(Transport::from_name) {
+            return overlap::command(world, &asked, (transport, env));
+        }
         let report = measure(world, &asked, env)?;
         show_at_root(world, &report, args.json)?;
         Ok(if report.rows.iter().all(LayerRow::is_fine) { Exit::Fine } else { Exit::WrongResult })
@@ -103,11 +110,11 @@ impl<'a> Asked<'a> {
         Ok(Self { checkpoint, backend, args, repeats })
     }
 
-    fn capacity(&self) -> usize {
+    pub fn capacity(&self) -> usize {
         self.args.layer.layer_tokens.iter().copied().max().unwrap_or(1)
     }
 
-    fn deployment(&self, num_ranks: usize, cuda_graph: CudaGraph) -> Deployment {
+    pub fn deployment(&self, num_ranks: usize, cuda_graph: CudaGraph) -> Deployment {
         let mut deployment = Deployment::default();
         deployment.cluster.device = Device::Gpu;
         deployment.moe.backend = self.backend;
@@ -125,17 +132,34 @@ impl<'a> Asked<'a> {
     }
 }
 
-fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerReport, Failure> {
-    let capacity = asked.capacity();
-    let machine = world.agree(facts::machine(world, env, None))?;
-    let device = machine.environment.gpu.present().map_or_else(String::new, |gpu| gpu.name.clone());
-    let checkpoint = world.agree(Checkpoint::open(asked.checkpoint))?;
-    let first = checkpoint.moe_layers().first().copied();
-    let open = |cuda_graph| {
+/// What opens sessions over the first layer of a checkpoint.
+pub(super) struct Opener<'a> {
+    world: &'a World,
+    asked: &'a Asked<'a>,
+    env: &'a EnvVars,
+    machine: facts::Machine,
+    first: Option<LayerIdx>,
+}
+
+impl<'a> Opener<'a> {
+    pub fn new(world: &'a World, asked: &'a Asked<'a>, env: &'a EnvVars) -> Result<Self, Failure> {
+        let machine = world.agree(facts::machine(world, env, None))?;
+        let checkpoint = world.agree(Checkpoint::open(asked.checkpoint))?;
+        let first = checkpoint.moe_layers().first().copied();
+        Ok(Self { world, asked, env, machine, first })
+    }
+
+    /// The name of this rank's GPU.
+    pub fn device(&self) -> String {
+        self.machine.environment.gpu.present().map_or_else(String::new, |gpu| gpu.name.clone())
+    }
+
+    pub fn open(&self, deployment: Deployment) -> Result<Session, LayerError> {
+        let Self { asked, env, machine, .. } = self;
         let options = SessionOptions {
             checkpoint: asked.checkpoint.to_owned(),
-            layers: first.map(|layer| vec![layer]),
-            deployment: asked.deployment(world.size(), cuda_graph),
+            layers: self.first.map(|layer| vec![layer]),
+            deployment,
             num_threads: env.available_parallelism,
             gpu_ordinal: machine.gpu_ordinal,
             jit: JitOptions { cache_dir: asked.args.cache_dir.clone(), nvrtc: env.nvrtc().map(str::to_owned) },
@@ -144,22 +168,31 @@ fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerRepor
             environment: machine.environment.clone(),
             input_is_bf16: true,
             part: Part::Block,
-            num_tokens: Some(capacity),
+            num_tokens: Some(asked.capacity()),
             progress: &|_, _| {},
         };
-        Session::open(world, &options)
-    };
-    let sessions = [open(CudaGraph::Off)?, open(CudaGraph::On)?];
+        Session::open(self.world, &options)
+    }
+}
+
+pub(super) fn enter_steps(world: &World) {
     world.enter(Phase { name: "step", limit: Duration::from_secs(60), key: "the bench's own limit" });
+}
+
+fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerReport, Failure> {
+    let opener = Opener::new(world, asked, env)?;
+    let open = |cuda_graph| opener.open(asked.deployment(world.size(), cuda_graph));
+    let sessions = [open(CudaGraph::Off)?, open(CudaGraph::On)?];
+    enter_steps(world);
     let mut line = Line { world, sessions: &sessions, step: 0, noise: Noise(u64::from(world.rank().0) + 1) };
     let tokens = asked.args.layer.layer_tokens.iter();
     let rows = tokens.map(|&num_tokens| line.measure(num_tokens, asked.repeats)).collect::<Result<_, _>>()?;
     sessions.into_iter().for_each(|session| session.close(world));
     Ok(LayerReport {
-        device,
+        device: opener.device(),
         checkpoint: asked.checkpoint.display().to_string(),
         num_ranks: world.size(),
-        capacity,
+        capacity: asked.capacity(),
         repeats: asked.repeats,
         rows,
     })

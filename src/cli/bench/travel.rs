@@ -16,7 +16,7 @@ use super::figures::{median, show_at_root, slowest, us};
 use super::rows::RowForm;
 use super::work::Noise;
 use super::{BenchArgs, BenchGeometry, EXPERTS_ALONE, REPEATS, repeats};
-use crate::config::{Choice as _, Payload, Transport};
+use crate::config::{Choice as _, Overlap, Payload, Transport};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::{CombineMode, RowForm as ReturnedForm};
@@ -170,6 +170,7 @@ impl Bench<'_> {
             gpu: Some(self.gpu),
             rooms,
             num_local_experts: Placement::new(num_experts, world.size()).local_experts(Rank(0)).len(),
+            overlap: Overlap::Off,
         };
         let mut ways = Vec::new();
         for &transport in &self.args.transports {
@@ -336,8 +337,17 @@ impl Step<'_> {
         let Bench { world, gpu, .. } = *self.bench;
         let (stream, num_topk) = (gpu.stream(), self.shape.num_topk);
         let Tokens { values, ids, weights } = self.tokens;
-        let tokens =
-            DeviceTokens { values, ids, weights, tokens: 0..self.num_tokens, num_topk, step, chunk: 0, live_tokens: 0 };
+        let tokens = DeviceTokens {
+            values,
+            ids,
+            weights,
+            tokens: 0..self.num_tokens,
+            num_topk,
+            step,
+            chunk: 0,
+            of_step: None,
+            live_tokens: 0,
+        };
         let sent = || world.exchanged().sent_bytes as f64;
         let before = sent();
         marks[0].record(stream)?;

@@ -28,6 +28,7 @@ pub(super) fn new_report(world: &World, job: &Job<'_>, session: &Session, share:
         launches: Vec::new(),
         layers: Vec::new(),
         phases: vec![("load".to_owned(), load_s)],
+        routed_s: 0.0,
     }
 }
 
@@ -46,6 +47,7 @@ pub(super) fn decided(world: &World, job: &Job<'_>, session: &Session) -> Decide
         dense: layer.dense().iter().map(|(projection, by)| format!("{projection}: {by}")).collect(),
         why: layer.selected().why.to_string(),
         no_cuda_graph: layer.graphs().err().map(str::to_owned),
+        no_overlap: layer.overlap().err().map(str::to_owned),
     };
     let (technique, isa) = session.backend();
     let (selection, session_digest) = session.digests();

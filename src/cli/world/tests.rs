@@ -10,7 +10,7 @@ use crate::world::Group;
 use crate::world::simulated::simulate;
 
 /// Another value than the default for every key; `version` has one value only.
-const OTHER_VALUES: [(&str, &str); 33] = [
+const OTHER_VALUES: [(&str, &str); 34] = [
     ("name", "another"),
     ("cluster.nodes", "2"),
     ("cluster.ranks_per_node", "4"),
@@ -36,6 +36,7 @@ const OTHER_VALUES: [(&str, &str); 33] = [
     ("dispatch.num_max_tokens_per_rank", "4096"),
     ("dispatch.chunk_tokens", "64"),
     ("dispatch.combine_dtype", "bf16"),
+    ("dispatch.overlap", "on"),
     ("jit.cache_dir", "elsewhere"),
     ("jit.layout", "flat"),
     ("jit.require_warm", "true"),

@@ -13,6 +13,8 @@ macro_rules! buffers {
             pub counts: DeviceBuffer<u64>,
             /// The counts of what leaves, once `counted` has come.
             pub host_totals: PinnedBuffer<u32>,
+            /// The counts of what leaves in a whole step, likewise.
+            pub host_step: PinnedBuffer<u32>,
             /// In two levels, the counts of what leaves in the first hop, likewise.
             pub host_entering: PinnedBuffer<u32>,
             /// Behind the copy of those counts, and where devices tell each other, of what comes.
@@ -30,6 +32,7 @@ macro_rules! buffers {
                     $($name: DeviceBuffer::uninitialised(device, 0)?,)+
                     counts: DeviceBuffer::zeroed(gpu.stream(), 4)?,
                     host_totals: PinnedBuffer::zeroed(device, 0)?,
+                    host_step: PinnedBuffer::zeroed(device, 0)?,
                     host_entering: PinnedBuffer::zeroed(device, 0)?,
                     counted: gpu.mark()?,
                 })

@@ -26,10 +26,10 @@ use crate::config::Transport;
 use crate::cuda::DeviceBuffer;
 use crate::dispatch::carrier::{Carrier, CarryError, Runs};
 use crate::dispatch::combine::CombineMode;
-use crate::dispatch::counts::{ReceivedCounts, SentCounts, message_len};
+use crate::dispatch::counts::{Miscount, ReceivedCounts, SentCounts, message_len};
 use crate::dispatch::nvlink::{Nvlink, Push};
 use crate::dispatch::region::{Flag, Rooms};
-use crate::gpu::{Gpu, grow};
+use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::Run;
 use crate::world::{Cargo, Exchanged, World};
@@ -51,6 +51,8 @@ pub struct DeviceTokens<'a> {
     pub step: u64,
     /// Counts the chunks of a step.
     pub chunk: usize,
+    /// The tokens of the whole step, where this is its first chunk and rows of all of them are wanted.
+    pub of_step: Option<Range<usize>>,
     /// Address on the device of how many of them there are, where it alone knows; 0: all of `tokens`.
     pub live_tokens: u64,
 }
@@ -90,6 +92,8 @@ pub struct DeviceHandle {
     pub sent: SentCounts,
     /// What has arrived, and the rows of it.
     pub received: ReceivedCounts,
+    /// `[num_local_experts]` rows of the whole step, where [`DeviceTokens::of_step`] asks.
+    pub rows_of_step: Option<Vec<usize>>,
     /// Tokens that were packed from values: in two levels once a node.
     pub num_packed: usize,
     /// Tokens sent to other ranks: in two levels in both hops.
@@ -108,7 +112,7 @@ struct Pushed {
 impl DeviceHandle {
     fn in_one_level(world: &World, (sent, received): (SentCounts, ReceivedCounts), pushed: Option<Pushed>) -> Self {
         let (num_packed, num_sent_remote) = (sent.num_tokens.iter().sum(), sent.num_remote(world.rank()));
-        Self { sent, received, num_packed, num_sent_remote, pushed }
+        Self { sent, received, rows_of_step: None, num_packed, num_sent_remote, pushed }
     }
 }
 
@@ -124,7 +128,7 @@ pub struct DeviceTransport {
 }
 
 impl DeviceTransport {
-    /// Carries tokens of `layer` as `stages` pack them.
+    /// Carries tokens of `layer` as `stages` pack them, in the lane that these were loaded for.
     #[must_use]
     pub fn new(gpu: &Gpu, stages: Stages, way: Way, layer: LayerIdx) -> Self {
         Self { gpu: gpu.clone(), stages, way, layer, two_levels: None }
@@ -180,18 +184,14 @@ impl DeviceTransport {
         tokens: &DeviceTokens<'_>,
         (carrier, chunk_tokens): (&dyn Carrier, usize),
     ) -> Result<DeviceHandle, CarryError> {
-        let placement = self.stages.forms().travel.placement;
+        self.count_step(buffers, tokens)?;
         self.stages.count(buffers, tokens)?;
         self.gpu.move_mark(&mut buffers.counted)?;
         // Packing needs no count of the host's: the device goes on while ranks tell each other.
         self.stages.pack(buffers, tokens, None)?;
         self.gpu.wait(world, "count of what leaves", &buffers.counted)?;
-        let sent = SentCounts::new(placement, &buffers.host_totals, (tokens.tokens.len(), tokens.num_topk))?;
-        let lengths: Vec<usize> =
-            (0..world.size()).map(|rank| message_len(placement, Rank::from_index(rank))).collect();
-        let mine = vec![message_len(placement, world.rank()); world.size()];
-        let told = world.all_to_all_u32(&sent.messages(placement), &lengths, &mine);
-        let received = ReceivedCounts::new(placement.local_experts(world.rank()).len(), &told);
+        let rows_of_step = self.tell_step(world, buffers, tokens)?;
+        let (sent, received) = self.tell(world, &buffers.host_totals, (tokens.tokens.len(), tokens.num_topk))?;
         let row_bytes = self.stages.forms().travel.layout(tokens.num_topk).row_bytes();
         let max_run_bytes = chunk_tokens * row_bytes;
         let counts = [scaled(&sent.num_tokens, row_bytes), scaled(&received.num_tokens, row_bytes)];
@@ -203,7 +203,42 @@ impl DeviceTransport {
             arrived = buffers.arrived.address();
         }
         self.stages.unpack(buffers, &received, tokens.num_topk, Run::whole(arrived))?;
-        Ok(DeviceHandle::in_one_level(world, (sent, received), None))
+        Ok(DeviceHandle { rows_of_step, ..DeviceHandle::in_one_level(world, (sent, received), None) })
+    }
+
+    /// Tells every rank what comes of `size` tokens and slots, of the device's counts, and hears what the others tell; collective.
+    fn tell(
+        &self,
+        world: &World,
+        words: &[u32],
+        size: (usize, usize),
+    ) -> Result<(SentCounts, ReceivedCounts), Miscount> {
+        let placement = self.stages.forms().travel.placement;
+        let sent = SentCounts::new(placement, words, size)?;
+        let lengths: Vec<usize> =
+            (0..world.size()).map(|rank| message_len(placement, Rank::from_index(rank))).collect();
+        let mine = vec![message_len(placement, world.rank()); world.size()];
+        let told = world.all_to_all_u32(&sent.messages(placement), &lengths, &mine);
+        let received = ReceivedCounts::new(placement.local_experts(world.rank()).len(), &told);
+        Ok((sent, received))
+    }
+
+    /// Queues counting the whole step where its rows are wanted, before the chunk itself is counted.
+    fn count_step(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
+        let Some(step) = tokens.of_step.clone() else { return Ok(()) };
+        self.stages.count_step(buffers, &DeviceTokens { tokens: step, ..tokens.clone() })
+    }
+
+    /// The rows of this rank's experts in it, once the counts have come; collective, where they are wanted.
+    fn tell_step(
+        &self,
+        world: &World,
+        buffers: &Buffers,
+        tokens: &DeviceTokens<'_>,
+    ) -> Result<Option<Vec<usize>>, Miscount> {
+        let Some(step) = &tokens.of_step else { return Ok(None) };
+        let (_, received) = self.tell(world, &buffers.host_step, (step.len(), tokens.num_topk))?;
+        Ok(Some(received.expert_offsets.windows(2).map(|offsets| offsets[1] - offsets[0]).collect()))
     }
 
     fn dispatch_pushed(
@@ -304,7 +339,7 @@ impl DeviceTransport {
         let sent = Runs { buffer: sent, counts: sent_counts };
         let arrived = Runs { buffer: arrived, counts: arrived_counts };
         arrived.buffer.copy_from(self.gpu.stream(), arrived.range(rank).start, sent.buffer, sent.range(rank))?;
-        carrier.exchange(world, sent, arrived, max_run_bytes)?;
+        carrier.exchange(world, &self.gpu, sent, arrived, max_run_bytes)?;
         let (sent_bytes, us) = (world.exchanged().sent_bytes - before, begin.elapsed().as_secs_f64() * 1e6);
         tracing::debug!(carrier = carrier.name(), sent_bytes, us, "carried or queued");
         Ok(())

@@ -164,6 +164,20 @@ impl Stages {
         Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?)
     }
 
+    /// Counts what leaves in a whole step, of which `tokens` is the first chunk; the host has it at the next mark. What a chunk
+    /// counts afterwards overwrites the rest.
+    ///
+    /// # Errors
+    /// If there is no memory or the driver fails.
+    pub fn count_step(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
+        self.count(buffers, tokens)?;
+        if buffers.host_step.len() != buffers.host_totals.len() {
+            buffers.host_step = PinnedBuffer::zeroed(self.gpu.device(), buffers.host_totals.len())?;
+        }
+        // SAFETY: `host_step` is read when the mark has been waited for.
+        Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_step) }?)
+    }
+
     /// Room for the counts of so many tokens with so many slots.
     pub(super) fn grow_for_counts(
         &self,
@@ -426,7 +440,8 @@ impl Stages {
     ) -> Result<(), GpuError> {
         // SAFETY: `A` is the kernel's argument (sizes are asserted in its source). The addresses are those of buffers that
         // were grown for this chunk's tokens, slots and rows in the stage that queues the kernel; they live in `Buffers` or
-        // with the caller, whose freeing waits for the device; and only this stream writes them.
+        // with the caller, whose freeing waits for the device; and only this stream writes them, but for experts' rows, behind
+        // whose marks it is.
         Ok(unsafe { function.launch(self.gpu.stream(), &shape, args) }?)
     }
 }

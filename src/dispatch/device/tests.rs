@@ -163,6 +163,15 @@ fn assert_same<T: PartialEq + std::fmt::Debug>(got: &[T], expected: &[T], width:
     }
 }
 
+/// All tokens that lie on a device.
+fn all_of<'a>(
+    (values, ids, weights): (&'a DeviceBuffer<f32>, &'a DeviceBuffer<i32>, &'a DeviceBuffer<f32>),
+    (num_tokens, num_topk): (usize, usize),
+) -> DeviceTokens<'a> {
+    let (tokens, step, chunk) = (0..num_tokens, 0, 0);
+    DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk, of_step: None, live_tokens: 0 }
+}
+
 struct Bench {
     gpu: Gpu,
     /// One rank's after the other: what one leaves behind must not show in the next.
@@ -270,9 +279,7 @@ impl Bench {
         let (values, ids, weights) =
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let (num_tokens, num_topk) = (home.idx.len() / world.num_topk, world.num_topk);
-        let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens =
-            DeviceTokens { values, ids, weights, tokens: 0..num_tokens, num_topk, step: 0, chunk: 0, live_tokens: 0 };
+        let tokens = all_of((&values, &ids, &weights), (num_tokens, num_topk));
         self.buffers.poison(&self.gpu).unwrap();
         self.buffers.counts.fill_bytes(self.gpu.stream(), 0).unwrap();
         f(&mut self.buffers, &tokens).unwrap();
@@ -374,17 +381,7 @@ impl Bench {
         let (values, ids, weights) =
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
-        let (values, ids, weights) = (&values, &ids, &weights);
-        let tokens = DeviceTokens {
-            values,
-            ids,
-            weights,
-            tokens: 0..num_tokens,
-            num_topk: world.num_topk,
-            step: 0,
-            chunk: 0,
-            live_tokens: 0,
-        };
+        let tokens = all_of((&values, &ids, &weights), (num_tokens, world.num_topk));
         let target = self.put(bytes);
         let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);
         stages.add(&self.buffers, &tokens, target.address(), &mut out).unwrap();

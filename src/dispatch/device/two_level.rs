@@ -150,12 +150,14 @@ impl DeviceTransport {
     ) -> Result<DeviceHandle, CarryError> {
         let (plans, num_topk) = (levels.plans(), tokens.num_topk);
         let row_bytes = self.stages.forms().travel.layout(num_topk).row_bytes();
+        self.count_step(buffers, tokens)?;
         levels.count(&self.stages, buffers, tokens)?;
         self.gpu.move_mark(&mut buffers.counted)?;
         levels.pack(&self.stages, buffers, tokens)?;
         self.gpu.wait(world, "count of what leaves", &buffers.counted)?;
         let size = (tokens.tokens.len(), num_topk);
         let sent = SentCounts::new(plans.placement, &buffers.host_totals, size)?;
+        let rows_of_step = self.tell_step(world, buffers, tokens)?;
         let crossing = plans.sent_crossing(&sent, &buffers.host_entering, size)?;
         let [to, from] = plans.crossing_lens();
         let told = world.all_to_all_u32(&plans.crossing_messages(&sent, &crossing), &to, &from);
@@ -189,6 +191,7 @@ impl DeviceTransport {
             num_sent_remote: of_others(&crossing.num_tokens) + of_others(&num_passed_on),
             sent,
             received: told.received,
+            rows_of_step,
             pushed: None,
         })
     }

@@ -21,7 +21,7 @@ pub use echo::{EchoArgs, EchoKernel};
 pub use gated::{Gated, GatedArgs};
 pub use pack::{PackArgs, PackKernels};
 pub use probes::{ProbeArgs, ProbeVariant};
-pub use schedule::{BatchSchedules, Chooser, Family};
+pub use schedule::{BatchSchedules, Chooser, ExpertRows, Family};
 pub use topk::{TopkArgs, TopkVariant};
 
 use super::arch::Arch;

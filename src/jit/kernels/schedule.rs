@@ -45,6 +45,23 @@ impl BatchSchedules {
     }
 }
 
+/// Rows of an expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertRows {
+    /// In this batch, whose tiles they fill.
+    pub here: usize,
+    /// In all batches whose bits are to be those of one: the order over K follows from them.
+    pub in_all: usize,
+}
+
+impl ExpertRows {
+    /// Of a batch that stands for itself.
+    #[must_use]
+    pub fn alone(num_rows: usize) -> Self {
+        Self { here: num_rows, in_all: num_rows }
+    }
+}
+
 /// The schedule that takes least for all counts together; of equals the first.
 fn fastest(costs: &[TileCost], counts: impl Iterator<Item = usize> + Clone) -> Option<Schedule> {
     costs.iter().min_by_key(|cost| cost.takes_ns(counts.clone())).map(|cost| cost.schedule)
@@ -54,12 +71,20 @@ impl Chooser {
     /// The schedules for a batch of experts with so many rows each.
     #[must_use]
     pub fn batch(self, gemm: &GroupedGemm, counts: &[usize]) -> BatchSchedules {
+        self.batch_of_many(gemm, &counts.iter().copied().map(ExpertRows::alone).collect::<Vec<_>>())
+    }
+
+    /// The same for one batch of several that have the bits of one; [`BatchSchedules::of`] then takes an expert's rows in all.
+    #[must_use]
+    pub fn batch_of_many(self, gemm: &GroupedGemm, rows: &[ExpertRows]) -> BatchSchedules {
         let Candidates { max_small_rows, small, large, .. } = self.candidates(gemm);
-        let counts = counts.iter().copied();
-        let is_small = |count: &usize| *count <= max_small_rows as usize;
-        let large = fastest(&large, counts.clone().filter(|count| !is_small(count)));
+        let counts = |is_small: bool| {
+            let is_wanted = move |rows: &&ExpertRows| (rows.in_all <= max_small_rows as usize) == is_small;
+            rows.iter().filter(is_wanted).map(|rows| rows.here)
+        };
+        let large = fastest(&large, counts(false));
         let large = large.unwrap_or_else(|| unreachable!("every family has schedules for any number of rows"));
-        let small = fastest(&small, counts.filter(is_small)).unwrap_or(large);
+        let small = fastest(&small, counts(true)).unwrap_or(large);
         BatchSchedules { small, max_small_rows, large }
     }
 
@@ -150,6 +175,23 @@ mod tests {
             assert!(matches!(of(Family::Wgmma), Schedule::Wgmma { .. }));
             assert!(matches!(of(Family::MmaSync), Schedule::MmaSync { .. }));
         }
+    }
+
+    /// Parts of a step have the order of the whole, and tiles for their own rows.
+    #[test]
+    fn the_order_of_a_part_is_that_of_the_whole() {
+        let free = Chooser { family: Family::Wgmma, batch_invariant: false };
+        for in_all in [1, 16, 17, 40, 300] {
+            for here in [0, 1, 8, 16, 17, 40, 300].into_iter().filter(|here| *here <= in_all) {
+                let rows = [ExpertRows { here, in_all }, ExpertRows { here: 3, in_all: 3000 }];
+                let part = free.batch_of_many(&GEMM, &rows).of(in_all);
+                let is_small = |schedule| matches!(schedule, Schedule::Small { .. });
+                assert_eq!(is_small(part), is_small(one(free, &GEMM, in_all)), "{here} of {in_all}");
+                assert!(part.serves(&GEMM));
+            }
+        }
+        let rows = [ExpertRows { here: 20, in_all: 300 }; 50];
+        assert_eq!(free.batch_of_many(&GEMM, &rows).of(300), Schedule::Wgmma { block_rows: 64 }, "the tile of 20 rows");
     }
 
     #[test]

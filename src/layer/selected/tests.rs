@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::*;
 use crate::backend::{self, Machine};
 use crate::checkpoint::Checkpoint;
-use crate::config::{Activations, Combine, CombineDtype, CudaGraph, Payload, Transport};
+use crate::config::{Activations, Combine, CombineDtype, CudaGraph, Overlap, Payload, Transport};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::placement::Placement;
 use crate::dispatch::travel::Travel;
@@ -136,6 +136,7 @@ fn load(
         device: None,
         block: None,
         graphs: Err(String::new()),
+        overlap: Err(String::new()),
         tactics: [Tactic::UNTUNED; RowBucket::NUM],
         weight_bytes: loaded.weight_bytes,
     }
@@ -180,6 +181,7 @@ fn changes() -> Vec<(&'static str, &'static str, Change)> {
         ("tokens", "capacity.tokens_at_once", |m| m.num_tokens = Some(63)),
         ("part", "flags.part", |m| m.part = Part::Routed),
         ("CUDA graphs", "flags.cuda_graph", |m| m.deployment.moe.cuda_graph = CudaGraph::On),
+        ("overlap", "flags.overlap", |m| m.deployment.dispatch.overlap = Overlap::On),
         ("input dtype", "flags.input_is_bf16", |m| m.input_is_bf16 = false),
         ("beta", "layers.*.activation.beta", |m| m.deployment.moe.activation = situ(next_up(4.0), 25.0)),
         ("linear_beta", "layers.*.activation.linear_beta", |m| m.deployment.moe.activation = situ(4.0, next_up(25.0))),

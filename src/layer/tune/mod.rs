@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::session::{SessionOptions, capacity_of};
+use super::memory::capacity_of;
+use super::session::SessionOptions;
 use super::{LayerError, MoeLayer};
 use crate::config::Tuning;
 use crate::fault::{Action, Stage};

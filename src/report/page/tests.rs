@@ -46,6 +46,7 @@ impl Made {
             dense: Vec::new(),
             why: "preferred by backend auto".to_owned(),
             no_cuda_graph: None,
+            no_overlap: Some("dispatch.overlap: off".to_owned()),
         }
     }
 
@@ -75,7 +76,7 @@ impl Made {
             "rows_sent": 6, "rows_received": 7, "dispatch_bytes_sent": 8, "links": LinkBytes::default(), "bytes_to": bytes_to, "step_collectives": 9,
             "launches": (0..self.num_layers).map(launch).collect::<Vec<_>>(),
             "layers": (0..self.num_layers).map(of_layer).collect::<Vec<_>>(),
-            "phases": [["load", 1.5], ["dispatch", 0.25], ["experts", 0.5 + rank as f64]],
+            "routed_s": 0.0, "phases": [["load", 1.5], ["dispatch", 0.25], ["experts", 0.5 + rank as f64]],
         }))
         .expect("a rank's report")
     }

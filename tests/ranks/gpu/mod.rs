@@ -16,6 +16,7 @@ mod hazards;
 mod layers;
 mod limits;
 mod nvlink;
+mod overlap;
 mod two_levels;
 
 use crate::support::compare::{Tolerance, assert_rows};

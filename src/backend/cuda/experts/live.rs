@@ -106,7 +106,7 @@ impl Group {
             };
             // SAFETY: every buffer has room for the most rows that there may be, which whoever counts on the device keeps to;
             // every row names a token, likewise. They live in workspaces or with the caller, whose freeing waits.
-            unsafe { self.programs[program].program.queue(gpu.stream(), &args)? };
+            unsafe { self.programs[program].program.queue(gpu.stream(), &args, 0)? };
         }
         Ok(())
     }

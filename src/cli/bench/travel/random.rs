@@ -174,6 +174,7 @@ impl<'a> Compared<'a> {
                 num_topk,
                 step,
                 chunk: 0,
+                of_step: None,
                 live_tokens: 0,
             };
             let handle = transport.dispatch(world, &mut self.buffers, &tokens, most)?;
