@@ -11,6 +11,7 @@ use libloading::Library;
 
 /// Every function of the driver that this door calls through `cudarc`. A test holds the list to the sources.
 const FUNCTIONS: &[&str] = &[
+    "cuCtxGetStreamPriorityRange",
     "cuCtxSetCurrent",
     "cuDeviceCanAccessPeer",
     "cuDeviceGet",
@@ -57,6 +58,7 @@ const FUNCTIONS: &[&str] = &[
     "cuOccupancyMaxActiveBlocksPerMultiprocessor",
     "cuStreamBeginCapture_v2",
     "cuStreamCreate",
+    "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamEndCapture",
     "cuStreamQuery",
