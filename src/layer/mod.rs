@@ -18,6 +18,8 @@ mod selected;
 mod session;
 mod spans;
 mod stats;
+#[cfg(test)]
+mod testing;
 mod timers;
 pub mod tune;
 

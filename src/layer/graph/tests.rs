@@ -5,11 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::*;
-use crate::config::{Activations, BackendFamily, Choice as _, Deployment, Device};
-use crate::env::EnvVars;
-use crate::facts;
+use crate::config::{Activations, BackendFamily, Choice as _};
 use crate::fault::Faults;
-use crate::layer::{JitOptions, Session, SessionOptions};
+use crate::layer::Session;
+use crate::layer::testing::session_on_gpu;
 use crate::routing::TopK;
 
 #[test]
@@ -72,31 +71,10 @@ impl Random {
     }
 }
 
-fn open((world, work): (&World, &Path), fixture: &str, technique: BackendFamily, activations: Activations) -> Session {
-    let env = EnvVars::read().unwrap();
-    let machine = facts::machine(world, &env, None).unwrap();
-    let mut deployment = Deployment::default();
-    deployment.cluster.device = Device::Gpu;
-    deployment.moe.backend = technique;
-    deployment.moe.activations = activations;
-    deployment.moe.activation = None;
-    deployment.moe.cuda_graph = CudaGraph::On;
-    let options = SessionOptions {
-        checkpoint: Path::new("tests/fixtures").join(fixture),
-        layers: None,
-        deployment,
-        num_threads: env.available_parallelism,
-        gpu_ordinal: machine.gpu_ordinal,
-        jit: JitOptions { cache_dir: Some(work.to_owned()), nvrtc: env.nvrtc().map(str::to_owned) },
-        nccl: None,
-        cublaslt: env.cublaslt().map(str::to_owned),
-        environment: machine.environment,
-        input_is_bf16: true,
-        part: Part::Block,
-        num_tokens: Some(CAPACITY),
-        progress: &|_, _| {},
-    };
-    Session::open(world, &options).unwrap_or_else(|error| panic!("{fixture}: {error}"))
+fn open(place: (&World, &Path), fixture: &str, technique: BackendFamily, activations: Activations) -> Session {
+    session_on_gpu(place, (fixture, technique, activations), CAPACITY, |deployment| {
+        deployment.moe.cuda_graph = CudaGraph::On;
+    })
 }
 
 /// A step's part, tokens, dtype, and whether experts come from outside.

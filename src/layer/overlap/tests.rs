@@ -5,11 +5,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::*;
-use crate::config::{Activations, BackendFamily, Choice as _, Deployment, Device};
-use crate::env::EnvVars;
-use crate::facts;
+use crate::config::{Activations, BackendFamily, Choice as _};
 use crate::fault::Faults;
-use crate::layer::{JitOptions, LayerInput, LayerOutput, Part, Session, SessionOptions};
+use crate::layer::testing::session_on_gpu;
+use crate::layer::{LayerInput, LayerOutput, Part, Session};
 use crate::routing::TopK;
 
 const ALL: Facts = Facts { asked: config::Overlap::On, num_ranks: 2, is_on_device: true, is_recorded: false };
@@ -55,35 +54,14 @@ fn from_outside(num_tokens: usize) -> TopK {
 }
 
 fn open(
-    (world, work): (&World, &Path),
-    (fixture, technique, activations): (&str, BackendFamily, Activations),
+    place: (&World, &Path),
+    layer: (&str, BackendFamily, Activations),
     (overlap, chunk_tokens): (config::Overlap, Option<usize>),
 ) -> Session {
-    let env = EnvVars::read().unwrap();
-    let machine = facts::machine(world, &env, None).unwrap();
-    let mut deployment = Deployment::default();
-    deployment.cluster.device = Device::Gpu;
-    deployment.moe.backend = technique;
-    deployment.moe.activations = activations;
-    deployment.moe.activation = None;
-    deployment.dispatch.overlap = overlap;
-    deployment.dispatch.chunk_tokens = chunk_tokens;
-    let options = SessionOptions {
-        checkpoint: Path::new("tests/fixtures").join(fixture),
-        layers: None,
-        deployment,
-        num_threads: env.available_parallelism,
-        gpu_ordinal: machine.gpu_ordinal,
-        jit: JitOptions { cache_dir: Some(work.to_owned()), nvrtc: env.nvrtc().map(str::to_owned) },
-        nccl: None,
-        cublaslt: env.cublaslt().map(str::to_owned),
-        environment: machine.environment,
-        input_is_bf16: true,
-        part: Part::Block,
-        num_tokens: Some(CAPACITY),
-        progress: &|_, _| {},
-    };
-    Session::open(world, &options).unwrap_or_else(|error| panic!("{fixture}: {error}"))
+    session_on_gpu(place, layer, CAPACITY, |deployment| {
+        deployment.dispatch.overlap = overlap;
+        deployment.dispatch.chunk_tokens = chunk_tokens;
+    })
 }
 
 fn run(world: &World, session: &Session, what: &str) -> Vec<LayerOutput> {
