@@ -194,7 +194,7 @@ product_kernels!(
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     fused: 1 x 4, 2 x 4, 3 x 4, 4 x 1, 5 x 1, 6 x 1, 7 x 1, 8 x 1,
         9 x 1, 10 x 1, 11 x 1, 12 x 1, 13 x 1, 14 x 1, 15 x 1, 16 x 1;
-    tile: 2 x 1 2 3 4 5 6 7 8 9 10 11 12, at most 12
+    tile: 1 x 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16, at most 16
 );
 activation_kernels!(#[target_feature(enable = "avx512f,avx512bw,avx512vl")]);
 
