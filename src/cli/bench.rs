@@ -16,6 +16,7 @@ mod plot;
 mod report;
 mod rows;
 mod travel;
+mod turns;
 mod work;
 
 use std::path::PathBuf;

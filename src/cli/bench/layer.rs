@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Serialize;
@@ -19,16 +18,13 @@ use crate::env::EnvVars;
 use crate::exit::Exit;
 use crate::facts;
 use crate::ids::LayerIdx;
-use crate::layer::{JitOptions, LayerError, LayerInput, LayerOutput, Part, Session, SessionOptions};
+use crate::layer::{JitOptions, LayerError, LayerStats, Part, Session, SessionOptions};
 use crate::report::time;
-use crate::world::{Phase, World};
+use crate::world::World;
 
-use super::figures::{median, show_at_root, slowest, us};
-use super::work::Noise;
+use super::figures::show_at_root;
+use super::turns::{Turned, Turns, in_turns};
 use super::{BenchActivations, BenchArgs, BenchError, EXPERTS_ALONE, gpu, markdown, overlap, repeats};
-
-/// Steps before those that count: the second records what the third replays.
-pub(super) const NUM_WARM: usize = 3;
 
 /// Options of `--layer`.
 #[derive(Debug, Clone, Args)]
@@ -134,8 +130,8 @@ impl<'a> Asked<'a> {
 
 /// What opens sessions over the first layer of a checkpoint.
 pub(super) struct Opener<'a> {
-    world: &'a World,
-    asked: &'a Asked<'a>,
+    pub world: &'a World,
+    pub asked: &'a Asked<'a>,
     env: &'a EnvVars,
     machine: facts::Machine,
     first: Option<LayerIdx>,
@@ -175,19 +171,10 @@ impl<'a> Opener<'a> {
     }
 }
 
-pub(super) fn enter_steps(world: &World) {
-    world.enter(Phase { name: "step", limit: Duration::from_secs(60), key: "the bench's own limit" });
-}
-
 fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerReport, Failure> {
     let opener = Opener::new(world, asked, env)?;
-    let open = |cuda_graph| opener.open(asked.deployment(world.size(), cuda_graph));
-    let sessions = [open(CudaGraph::Off)?, open(CudaGraph::On)?];
-    enter_steps(world);
-    let mut line = Line { world, sessions: &sessions, step: 0, noise: Noise(u64::from(world.rank().0) + 1) };
-    let tokens = asked.args.layer.layer_tokens.iter();
-    let rows = tokens.map(|&num_tokens| line.measure(num_tokens, asked.repeats)).collect::<Result<_, _>>()?;
-    sessions.into_iter().for_each(|session| session.close(world));
+    let deployments = [CudaGraph::Off, CudaGraph::On].map(|cuda_graph| asked.deployment(world.size(), cuda_graph));
+    let rows = in_turns(&opener, deployments, |turns, num_tokens| row(turns, (num_tokens, asked.repeats), world))?;
     Ok(LayerReport {
         device: opener.device(),
         checkpoint: asked.checkpoint.display().to_string(),
@@ -198,59 +185,17 @@ fn measure(world: &World, asked: &Asked<'_>, env: &EnvVars) -> Result<LayerRepor
     })
 }
 
-/// What measures one line after the other.
-struct Line<'a> {
-    world: &'a World,
-    /// Followed by hosts, and replayed.
-    sessions: &'a [Session; 2],
-    step: u64,
-    noise: Noise,
-}
-
-impl Line<'_> {
-    fn measure(&mut self, num_tokens: usize, repeats: usize) -> Result<LayerRow, Failure> {
-        let sessions = self.sessions;
-        let num_values = num_tokens * sessions[0].geometry().hidden;
-        let hidden: Vec<f32> = (0..num_values).map(|_| half::bf16::from_f32(self.noise.value()).to_f32()).collect();
-        let mut times: [[Vec<f64>; 2]; 2] = Default::default();
-        let (mut first, mut is_alike, mut num_replays) = (None, true, 0);
-        for repeat in 0..NUM_WARM + repeats {
-            for (session, times) in sessions.iter().zip(&mut times) {
-                let (took, output) = self.run(session, &hidden)?;
-                let bits: Vec<u32> = output.values.iter().map(|value| value.to_bits()).collect();
-                is_alike &= *first.get_or_insert_with(|| bits.clone()) == bits;
-                num_replays += output.stats.num_graph_replays;
-                if repeat >= NUM_WARM {
-                    times.iter_mut().zip(took).for_each(|(times, took)| times.push(took));
-                }
-            }
-        }
-        let of_ranks = self.world.all_gather_u64([u64::from(is_alike), num_replays]);
-        let [[eager_us, eager_device_us], [graph_us, graph_device_us]] =
-            times.map(|of_session| of_session.map(|times| median(&times)));
-        Ok(LayerRow {
-            num_tokens,
-            eager_us,
-            graph_us,
-            eager_device_us,
-            graph_device_us,
-            num_replays: of_ranks.iter().map(|[_, num_replays]| *num_replays).min().unwrap_or(0),
-            is_alike: of_ranks.iter().all(|[is_alike, _]| *is_alike == 1),
-        })
-    }
-
-    /// A step, and how long it took the slowest rank: for its host, and for its device.
-    fn run(&mut self, session: &Session, hidden: &[f32]) -> Result<([f64; 2], LayerOutput), Failure> {
-        let [layer] = session.layers() else { unreachable!("one layer was asked for") };
-        self.step += 1;
-        self.world.barrier();
-        let begin = Instant::now();
-        let input = LayerInput { hidden, topk: None, part: Part::Block, step: self.step, record_spans: false };
-        let output = layer.forward(self.world, session.capacity(), &input)?;
-        let took = begin.elapsed();
-        let on_device: Duration = output.stats.times.by_name().into_iter().map(|(_, time)| time).sum();
-        Ok(([took, on_device].map(|time| slowest(self.world, us(time))), output))
-    }
+/// Followed by hosts, and replayed.
+fn row(turns: &mut Turns<'_>, (num_tokens, repeats): (usize, usize), world: &World) -> Result<LayerRow, Failure> {
+    let on_device = |stats: &LayerStats| stats.times.by_name().into_iter().map(|(_, time)| time).sum();
+    let mut num_replays = 0;
+    let Turned { medians_us: [[eager_us, eager_device_us], [graph_us, graph_device_us]], is_alike } = turns.measure(
+        (num_tokens, repeats),
+        |took, stats| [took, on_device(stats)],
+        |stats| num_replays += stats.num_graph_replays,
+    )?;
+    let num_replays = world.all_gather_u64([num_replays]).into_iter().map(|[num]| num).min().unwrap_or(0);
+    Ok(LayerRow { num_tokens, eager_us, graph_us, eager_device_us, graph_device_us, num_replays, is_alike })
 }
 
 impl LayerRow {

@@ -4,7 +4,6 @@
 //! launcher, over all its ranks.
 
 use std::fmt;
-use std::time::Instant;
 
 use serde::Serialize;
 
@@ -12,14 +11,14 @@ use crate::cli::failure::Failure;
 use crate::config::{Choice as _, CudaGraph, Overlap, Transport};
 use crate::env::EnvVars;
 use crate::exit::Exit;
-use crate::layer::{LayerInput, LayerOutput, Part, Session};
+use crate::layer::LayerStats;
 use crate::report::time;
 use crate::world::World;
 
-use super::figures::{median, show_at_root, slowest, us};
-use super::layer::{self, Asked, NUM_WARM};
+use super::figures::show_at_root;
+use super::layer::{self, Asked};
 use super::markdown;
-use super::work::Noise;
+use super::turns::{Turned, Turns, in_turns};
 
 /// The table.
 #[derive(Debug, Serialize)]
@@ -72,20 +71,15 @@ pub(super) fn command(
     (transport, env): (Transport, &EnvVars),
 ) -> Result<Exit, Failure> {
     let opener = layer::Opener::new(world, asked, env)?;
-    let open = |overlap| {
+    let deployments = [Overlap::Off, Overlap::On].map(|overlap| {
         let mut deployment = asked.deployment(world.size(), CudaGraph::Off);
         deployment.dispatch.transport = transport;
         deployment.dispatch.overlap = overlap;
         // Ranks that share a GPU take turns on it: their times are no machine's, but bits and order are.
         deployment.cluster.share_gpus = transport == Transport::Host;
-        opener.open(deployment)
-    };
-    let sessions = [open(Overlap::Off)?, open(Overlap::On)?];
-    layer::enter_steps(world);
-    let mut line = Line { world, sessions: &sessions, step: 0, noise: Noise(u64::from(world.rank().0) + 1) };
-    let tokens = asked.args.layer.layer_tokens.iter();
-    let rows = tokens.map(|&num_tokens| line.measure(num_tokens, asked.repeats)).collect::<Result<Vec<_>, _>>()?;
-    sessions.into_iter().for_each(|session| session.close(world));
+        deployment
+    });
+    let rows = in_turns(&opener, deployments, |turns, num_tokens| row(turns, (num_tokens, asked.repeats)))?;
     let is_fine = rows.iter().all(|row| row.is_alike);
     let report = OverlapReport {
         device: opener.device(),
@@ -100,55 +94,24 @@ pub(super) fn command(
     Ok(if is_fine { Exit::Fine } else { Exit::WrongResult })
 }
 
-/// What measures one line after the other.
-struct Line<'a> {
-    world: &'a World,
-    /// Whole steps, and chunks that overlap.
-    sessions: &'a [Session; 2],
-    step: u64,
-    noise: Noise,
-}
-
-impl Line<'_> {
-    fn measure(&mut self, num_tokens: usize, repeats: usize) -> Result<OverlapRow, Failure> {
-        let sessions = self.sessions;
-        let num_values = num_tokens * sessions[0].geometry().hidden;
-        let hidden: Vec<f32> = (0..num_values).map(|_| half::bf16::from_f32(self.noise.value()).to_f32()).collect();
-        let mut times: [[Vec<f64>; 5]; 2] = Default::default();
-        let (mut first, mut is_alike, mut num_chunks) = (None, true, 0);
-        for repeat in 0..NUM_WARM + repeats {
-            for (session, times) in sessions.iter().zip(&mut times) {
-                let (took, output) = self.run(session, &hidden)?;
-                let bits: Vec<u32> = output.values.iter().map(|value| value.to_bits()).collect();
-                is_alike &= *first.get_or_insert_with(|| bits.clone()) == bits;
-                num_chunks = output.stats.num_chunks;
-                if repeat >= NUM_WARM {
-                    times.iter_mut().zip(took).for_each(|(times, took)| times.push(took));
-                }
-            }
-        }
-        let [off, on] = times.map(|times| {
-            let [host_us, routed_us, dispatch_us, experts_us, combine_us] = times.map(|times| median(&times));
-            Spans { host_us, routed_us, dispatch_us, experts_us, combine_us }
-        });
-        let exposed_us = on.routed_us - off.experts_us;
-        let exposed_share = exposed_us / (off.dispatch_us + off.combine_us).max(1e-9);
-        let is_alike = self.world.all_gather_u64([u64::from(is_alike)]).iter().all(|[is_alike]| *is_alike == 1);
-        Ok(OverlapRow { num_tokens, num_chunks, off, on, exposed_us, exposed_share, is_alike })
-    }
-
-    /// A step, and what the slowest rank took for each of [`Spans`].
-    fn run(&mut self, session: &Session, hidden: &[f32]) -> Result<([f64; 5], LayerOutput), Failure> {
-        let [layer] = session.layers() else { unreachable!("one layer was asked for") };
-        self.step += 1;
-        self.world.barrier();
-        let begin = Instant::now();
-        let input = LayerInput { hidden, topk: None, part: Part::Block, step: self.step, record_spans: false };
-        let output = layer.forward(self.world, session.capacity(), &input)?;
-        let (took, times) = (begin.elapsed(), &output.stats.times);
-        let spans = [took, output.stats.routed, times.dispatch, times.experts, times.combine];
-        Ok((spans.map(|time| slowest(self.world, us(time))), output))
-    }
+/// Whole steps, and chunks that overlap.
+fn row(turns: &mut Turns<'_>, (num_tokens, repeats): (usize, usize)) -> Result<OverlapRow, Failure> {
+    let mut num_chunks = 0;
+    let Turned { medians_us, is_alike } = turns.measure(
+        (num_tokens, repeats),
+        |took, LayerStats { times, routed, .. }| [took, *routed, times.dispatch, times.experts, times.combine],
+        |stats| num_chunks = stats.num_chunks,
+    )?;
+    let [off, on] = medians_us.map(|[host_us, routed_us, dispatch_us, experts_us, combine_us]| Spans {
+        host_us,
+        routed_us,
+        dispatch_us,
+        experts_us,
+        combine_us,
+    });
+    let exposed_us = on.routed_us - off.experts_us;
+    let exposed_share = exposed_us / (off.dispatch_us + off.combine_us).max(1e-9);
+    Ok(OverlapRow { num_tokens, num_chunks, off, on, exposed_us, exposed_share, is_alike })
 }
 
 impl fmt::Display for OverlapReport {
