@@ -9,7 +9,7 @@ use std::cell::RefCell;
 
 use crate::backend::cuda::{Around, DenseTools, Extent};
 use crate::backend::{LiveBatch, LiveBounds};
-use crate::config::CudaGraph;
+use crate::config::{Choice as _, CudaGraph, Transport};
 use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, Stream};
 use crate::dispatch::capacity::{Capacity, Chunks};
 use crate::dispatch::device::{DeviceTokens, LiveExtent};
@@ -111,14 +111,17 @@ impl Queued<'_> {
 /// Whether a layer is recorded, and if not, why; the same on all ranks.
 pub(super) fn verdict(
     (route, block): (Option<&DeviceRoute>, Option<&DeviceBlock>),
-    transport: &'static str,
+    transport: Transport,
 ) -> Result<(), NotRecorded> {
     let route = route.ok_or(NotRecorded::OnHost)?;
     block.ok_or(NotRecorded::RouterOnHost)?;
     if route.transport.can_go_alone() {
         return Ok(());
     }
-    Err(if transport == "nvlink" { NotRecorded::SharedGpu } else { NotRecorded::HostsTell { transport } })
+    Err(match transport {
+        Transport::Nvlink => NotRecorded::SharedGpu,
+        _ => NotRecorded::HostsTell { transport: transport.name() },
+    })
 }
 
 /// Room for recordings of steps of up to `capacity` tokens a rank, or why there are none. Says on rank 0 where `auto` leaves it.

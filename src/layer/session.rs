@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::backend::cuda::{DenseBy, DenseTools};
 use crate::backend::{self, Backend, BackendError, Machine};
 use crate::checkpoint::{BytesRead, Checkpoint};
-use crate::config::{Choice as _, Deployment, Levels, Overlap, Transport};
+use crate::config::{Deployment, Levels, Overlap, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity};
 use crate::dispatch::device::{Forms, Way};
 use crate::dispatch::layout::PayloadForm;
@@ -380,7 +380,7 @@ fn load_layers(
         let (device, overlapped) = world.agree(on_gpu.zip(way).map(route).transpose())?.unzip();
         let block = dense.zip(around).map(|(dense, around)| DeviceBlock::new(&dense.tools, around, &dense.memory));
         let wanted = options.deployment.moe.cuda_graph;
-        let verdict = graph::verdict((device.as_ref(), block.as_ref()), carried_by.name());
+        let verdict = graph::verdict((device.as_ref(), block.as_ref()), carried_by);
         let at_once = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
         let graphs = world.agree(graph::choose(wanted, (world, decision.layer), verdict, at_once))?;
         let (num_ranks, is_on_device, is_recorded) = (world.size(), device.is_some(), graphs.is_ok());

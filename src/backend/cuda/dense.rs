@@ -10,6 +10,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::super::BackendError;
+use super::narrow;
 use super::pack::PackError;
 use crate::checkpoint::tensors::{Projection, ProjectionData};
 use crate::cuda::blas::{Blas, Library, Matmul, MatmulShape};
@@ -349,11 +350,6 @@ impl Dense {
 /// The arguments that say which rows a kernel takes.
 fn rows_of(count: RowCount, width: usize) -> DenseArgs {
     DenseArgs { live_rows: count.live, num_rows: count.most as u64, width: narrow(width), ..DenseArgs::default() }
-}
-
-/// A width or a number of parts, which loading has seen to be small.
-fn narrow(value: usize) -> u32 {
-    u32::try_from(value).unwrap_or(u32::MAX)
 }
 
 /// The bf16 parts of f32 values, the largest first.

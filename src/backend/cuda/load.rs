@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rayon::prelude::*;
 
-use super::Shared;
 use super::experts::{self, PackedExpert};
 use super::pack::{self, Format, PackError};
+use super::{Shared, narrow};
 use crate::backend::checks;
 use crate::backend::{BackendError, Experts, ExpertsBuilder, ExpertsSpec};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData};
@@ -279,11 +279,6 @@ fn first_nan(bits: &[u8]) -> Option<usize> {
     // Without a branch a byte: that is many bytes at a time, and there is none in files that are in order.
     let has_nan = bits.iter().fold(false, |found, bits| found | e4m3::is_nan(*bits));
     if has_nan { bits.iter().position(|bits| e4m3::is_nan(*bits)) } else { None }
-}
-
-/// Counts of a matrix, whose widths `checks` has seen to be small.
-fn narrow(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

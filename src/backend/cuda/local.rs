@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::evidence::NUM_COUNTERS;
-use super::{Gpu, Shared, experts, family, pack};
+use super::{Gpu, Shared, experts, family, narrow, pack};
 use crate::backend::{BackendError, ExpertsSpec, checks};
 use crate::checkpoint::tensors::ExpertTensors;
 use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, Stream};
@@ -282,11 +282,6 @@ impl Buffers {
             num_experts: narrow(num_experts),
         })
     }
-}
-
-/// Rows and experts of a bench are few.
-fn narrow(count: usize) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX)
 }
 
 fn gcd(a: usize, b: usize) -> usize {

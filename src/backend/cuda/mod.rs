@@ -40,6 +40,11 @@ pub const MMA_SYNC: &str = "mma_sync";
 /// The technique of the kernels for Hopper.
 pub const WGMMA: &str = "wgmma";
 
+/// Widths, rows and other numbers of kernels, which fit in 32 bits: whoever has loaded a layer has seen to it.
+fn narrow(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
 /// The family of a GPU technique's schedules; absent for others.
 #[must_use]
 pub fn family(technique: &str) -> Option<Family> {

@@ -1,6 +1,7 @@
 //! Batches whose rows the device alone knows: everything is queued that may run, and lists made on the device say what does.
 
 use super::{Compiled, Group, GroupedGemmArgs, gemm, padded, padded_rows};
+use crate::backend::cuda::narrow;
 use crate::backend::{BackendError, LiveBatch, LiveBounds};
 use crate::cuda::{DeviceBuffer, Function};
 use crate::gpu::grow;
@@ -71,7 +72,6 @@ impl Group {
             *dealer = Some(Dealer::new(self)?);
         }
         let dealer = dealer.as_ref().unwrap_or_else(|| unreachable!("just made"));
-        let narrow = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
         let deal = DealArgs {
             programs: table.of_kernel(),
             expert_offsets: batch.expert_offsets.address_of(0..num_experts + 1)?,

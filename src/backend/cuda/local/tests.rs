@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::backend::cuda;
-use crate::backend::tests::{Format, Rng, SITU, assert_same_bits, expert};
+use crate::backend::tests::{Format, Random, SITU, assert_same_bits, expert};
 use crate::gpu::Kernels;
 use crate::numerics::activation::Activation;
 
@@ -30,7 +30,7 @@ const GEOMETRIES: [Geometry; 3] = [
 fn lines(num_experts: usize) -> Vec<(String, Vec<usize>)> {
     let even = [1, 8, 16, 17, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 384, 512];
     let mut lines: Vec<_> = even.into_iter().map(|rows| (format!("even {rows}"), vec![rows; num_experts])).collect();
-    let mut rng = Rng::new(7);
+    let mut rng = Random::new(7);
     for mean in [32, 64, 128, 256] {
         let mut ragged = |name: &str, weight: &mut dyn FnMut(usize) -> f64| {
             let counts = (0..num_experts).map(|expert| 17.max((weight(expert) * f64::from(mean)) as usize));
@@ -53,7 +53,7 @@ fn gpu() -> crate::gpu::Gpu {
 
 /// A layer of equal experts, and tokens for it.
 fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (LocalLayer, Vec<u16>) {
-    let mut rng = Rng::new(5);
+    let mut rng = Random::new(5);
     let pattern = expert(&mut rng, &spec, Format::Nvfp4);
     let layer = LocalLayer::new(&Gpu::new(cuda::WGMMA, opened, 8).unwrap(), spec, &[pattern], size).unwrap();
     let values = rng.normals(512 * spec.hidden).iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
@@ -73,7 +73,7 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
             let invariant = Chooser { family: crate::jit::kernels::Family::Wgmma, batch_invariant: true };
             let all: BTreeSet<Schedule> = invariant.all(&layer.gemm).into_iter().collect();
             layer.shared.programs.load(&all, &layer.gemm).unwrap();
-            let mut rng = Rng::new(9);
+            let mut rng = Random::new(9);
             for round in 0..6 {
                 let mut counts: Vec<usize> = (0..40).map(|_| rng.below([3, 40, 140, 300, 600, 1][round])).collect();
                 counts[round] = [1, 16, 64, 257, 2000, 33][round];
