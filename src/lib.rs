@@ -7,6 +7,8 @@
 pub mod exit;
 pub mod ids;
 mod near;
+#[cfg(test)]
+mod random;
 pub mod launched;
 pub mod numerics;
 pub mod routing;

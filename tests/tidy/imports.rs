@@ -8,7 +8,7 @@ use super::source::Source;
 const ORDER: &[&[&str]] = &[
     &["exit"],
     &["ids"],
-    &["near", "launched"],
+    &["near", "launched", "random"],
     &["numerics"],
     &["routing"],
     &["model"],

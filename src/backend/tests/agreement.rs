@@ -77,7 +77,7 @@ fn formats_mix_within_a_group_and_within_an_expert() {
 
 #[test]
 fn dense_projections_agree() {
-    let mut rng = super::Rng::new(5);
+    let mut rng = super::Random::new(5);
     for format in [Format::F32, Format::Bf16, Format::Nvfp4] {
         for (out_features, in_features) in [(1, 16), (60, 80), (896, 112)] {
             // Blocks divide NVFP4 widths only.

@@ -1,7 +1,7 @@
 //! Bits of a row depend on its token and expert alone.
 
 use super::super::{ExpertBatch, ExpertsSpec};
-use super::{Case, Format, Rng, SITU, assert_same_bits, isas, projection, reference, simd};
+use super::{Case, Format, Random, SITU, assert_same_bits, isas, projection, reference, simd};
 use crate::backend::best_instruction_set;
 use crate::select::InstructionSet;
 use crate::select::tactics::Tactic;
@@ -93,7 +93,7 @@ fn shuffled_rows_keep_their_bits() {
     let case = Case::new(13, spec(true), &FORMATS, &[40, 13, 0, 9]);
     let mut shuffled = case.clone();
     let mut origin: Vec<usize> = (0..case.row_token.len()).collect();
-    let mut rng = Rng::new(14);
+    let mut rng = Random::new(14);
     for offsets in case.expert_offsets.windows(2) {
         for row in offsets[0]..offsets[1] {
             origin.swap(row, offsets[0] + rng.below(offsets[1] - offsets[0]));
@@ -152,7 +152,7 @@ fn overlapping_calls_keep_their_bits() {
 /// A dense projection's rows do not depend on their number either.
 #[test]
 fn dense_rows_do_not_depend_on_their_neighbours() {
-    let mut rng = Rng::new(17);
+    let mut rng = Random::new(17);
     let (out_features, in_features, num_rows) = (60, 176, 401);
     for format in [Format::F32, Format::Bf16] {
         let weight = projection(&mut rng, out_features, in_features, format);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::super::{Backend, ExpertBatch, ExpertsSpec, Machine, build, cuda};
-use super::{Case, Format, Rng, SITU, assert_same_bits, reference};
+use super::{Case, Format, Random, SITU, assert_same_bits, reference};
 use crate::cuda::{Device, DeviceBuffer, Function, LaunchShape, Module, Stream};
 use crate::gpu::{Gpu, Kernels};
 use crate::jit::kernels::{ProbeArgs, ProbeVariant};
@@ -183,14 +183,14 @@ fn probe(activation: Activation, name: &str) -> (Stream, Function) {
 #[ignore = "needs a GPU and NVRTC"]
 fn gpu_requantises_like_the_host() {
     let (stream, function) = probe(Activation::Swiglu, ProbeVariant::REQUANTISE);
-    let mut rng = Rng::new(21);
+    let mut rng = Random::new(21);
     let num_blocks = 10_000_000 / 16;
     for input_scale in [1.0, 0.0037, 2.0_f32.powi(-118), 1e3] {
         let mut x = Vec::with_capacity(num_blocks * 16);
         for _ in 0..num_blocks {
             let size = input_scale * 2.0_f32.powi(rng.below(34) as i32 - 16);
             // A quarter are on or beside ties; some are zero or subnormal.
-            let tie = |rng: &mut Rng| (rng.below(65) as f32 - 32.0) / 4.0;
+            let tie = |rng: &mut Random| (rng.below(65) as f32 - 32.0) / 4.0;
             x.extend((0..16).map(|i| if i % 4 == 0 { tie(&mut rng) } else { rng.normal() * 3.0 } * size));
         }
         let mut expected = vec![0.0; x.len()];
@@ -216,7 +216,7 @@ fn gpu_requantises_like_the_host() {
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
 fn gpu_activations_value_by_value() {
-    let mut rng = Rng::new(22);
+    let mut rng = Random::new(22);
     let mut g: Vec<f32> = (0..1_000_000).map(|i| rng.normal() * [0.1, 1.5, 10.0, 100.0][i % 4]).collect();
     g.extend([0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 177.0, -177.0, 1e4, -1e4]);
     let u: Vec<f32> = g.iter().rev().copied().collect();

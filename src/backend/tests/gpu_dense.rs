@@ -6,7 +6,7 @@ use super::super::cuda::{
     Around, AroundBuffers, AroundSpec, AroundTensors, DenseBy, DenseTools, GatedDense, Selector, TopkBuffers,
 };
 use super::super::{ExpertBatch, ExpertsSpec};
-use super::{Format, Rng, SITU, assert_same_bits, expert, projection, reference};
+use super::{Format, Random, SITU, assert_same_bits, expert, projection, reference};
 use crate::checkpoint::tensors::{LatentTensors, Projection, RouterTensors};
 use crate::cuda::{DeviceBuffer, blas};
 use crate::gpu::{Gpu, Kernels};
@@ -53,7 +53,7 @@ struct Made {
 
 impl Made {
     fn new(seed: u64, (hidden, latent, num_experts): (usize, usize, usize), formats: [Format; 2]) -> Self {
-        let mut rng = Rng::new(seed);
+        let mut rng = Random::new(seed);
         let spec = AroundSpec {
             method: RoutingMethod::KimiK3 { scaling: 2.5 },
             num_experts,
@@ -206,7 +206,7 @@ fn on_device(
 fn gpu_topk_chooses_what_the_host_chooses() {
     use RoutingMethod::{DeepseekV3, DeepseekV4, Default, KimiK3, Llama4, MinimaxM2, Renormalize, SigmoidRenorm};
     let gpu = gpu();
-    let mut rng = Rng::new(31);
+    let mut rng = Random::new(31);
     for (method, num_experts, num_topk) in [
         (Default, 60, 4),
         (Renormalize, 128, 8),
@@ -265,7 +265,7 @@ fn gpu_router_chooses_what_the_host_chooses() {
             let made = Made::new(seed, shape, [format, Format::Bf16]);
             let mut layer = OnDevice::new(&gpu, &tools, &made);
             for (num_tokens, are_bf16) in [(1, true), (1, false), (0, true), (203, true), (77, false)] {
-                let mut hidden = Rng::new(seed + 10).normals(num_tokens * made.spec.hidden);
+                let mut hidden = Random::new(seed + 10).normals(num_tokens * made.spec.hidden);
                 if are_bf16 {
                     hidden = bf16(hidden);
                 }
@@ -289,7 +289,7 @@ fn gpu_latent_is_the_hosts() {
             println!("{shape:?}: {:?}", made.around(&tools).computed_by());
             let (mut layer, width) = (OnDevice::new(&gpu, &tools, &made), shape.1);
             for num_tokens in [1, 60, 129] {
-                let hidden = bf16(Rng::new(seed + 10).normals(num_tokens * shape.0));
+                let hidden = bf16(Random::new(seed + 10).normals(num_tokens * shape.0));
                 let what = format!("{}, {shape:?} {format:?}, {num_tokens} tokens", describe(&tools));
                 layer.upload(&hidden);
                 let found = compare(&layer.down(num_tokens), &linear(&made.latent.down, &hidden));
@@ -297,7 +297,7 @@ fn gpu_latent_is_the_hosts() {
                 let bound = if tools.has_library() { 3e-5 } else { 1e-6 };
                 assert!(found.rel_l2 <= bound, "{what}: down is {:.2e} off", found.rel_l2);
 
-                let sums = Rng::new(seed + 20).normals(num_tokens * width);
+                let sums = Random::new(seed + 20).normals(num_tokens * width);
                 let mut normed = sums.clone();
                 let weight = made.latent.norm.as_ref().unwrap();
                 for row in normed.chunks_mut(width) {
@@ -325,8 +325,8 @@ fn gpu_dense_bits_do_not_depend_on_the_number_of_tokens() {
         for (seed, shape) in [(61, (256, 128, 24)), (62, (7168, 3584, 896))] {
             let made = Made::new(seed, shape, [Format::Bf16, Format::Bf16]);
             let (mut layer, width) = (OnDevice::new(&gpu, &tools, &made), shape.1);
-            let hidden = bf16(Rng::new(seed + 10).normals(2100 * shape.0));
-            let sums = Rng::new(seed + 20).normals(2100 * width);
+            let hidden = bf16(Random::new(seed + 10).normals(2100 * shape.0));
+            let sums = Random::new(seed + 20).normals(2100 * width);
             let mut run = |tokens: std::ops::Range<usize>| {
                 let (_, weights) = layer.route(&hidden[tokens.start * shape.0..tokens.end * shape.0]);
                 let down = layer.down(tokens.len());
@@ -361,7 +361,7 @@ fn gpu_router_keeps_nan_to_its_token() {
     for tools in tools(&gpu) {
         let made = Made::new(71, (256, 128, 24), [Format::F32, Format::Bf16]);
         let mut layer = OnDevice::new(&gpu, &tools, &made);
-        let mut hidden = Rng::new(72).normals(40 * 256);
+        let mut hidden = Random::new(72).normals(40 * 256);
         let before = layer.route(&hidden);
         hidden[7 * 256 + 3] = f32::NAN;
         let (idx, weights) = layer.route(&hidden);
@@ -388,7 +388,7 @@ fn gpu_shared_input_is_the_hosts() {
     let all_tools = tools(&gpu);
     let mut layer = OnDevice::new(&gpu, &all_tools[0], &made);
     for are_bf16 in [true, false] {
-        let mut hidden = Rng::new(82).normals(33 * 256);
+        let mut hidden = Random::new(82).normals(33 * 256);
         if are_bf16 {
             hidden = bf16(hidden);
         }
@@ -409,7 +409,7 @@ fn gpu_shared_input_is_the_hosts() {
         let found: Vec<f32> = found[..hidden.len()].iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect();
         assert_same_bits(&found, &bf16(hidden.clone()), 256, "rounded");
 
-        let other = Rng::new(83).normals(33 * 256);
+        let other = Random::new(83).normals(33 * 256);
         let mut out = DeviceBuffer::from_slice(gpu.stream(), &hidden).unwrap();
         let on_device = DeviceBuffer::from_slice(gpu.stream(), &other).unwrap();
         layer.around.add(&layer.buffers, &mut out, &on_device).unwrap();
@@ -429,7 +429,7 @@ fn gpu_shared_expert_by_the_library_is_the_references() {
     let shapes = [(256, 192), (7168, 3072), (7168, 2048), (512, 256), (256, 1024)];
     for ((hidden, intermediate), activation) in shapes.into_iter().zip([SITU, Activation::Swiglu].into_iter().cycle()) {
         let spec = ExpertsSpec { hidden, intermediate, activation, quantise_activations: false, batch_invariant: true };
-        let mut rng = Rng::new(5);
+        let mut rng = Random::new(5);
         let tensors = expert(&mut rng, &spec, Format::Bf16);
         let Some(shared) = GatedDense::new(&tools, spec, &tensors).unwrap() else {
             println!("{hidden} x {intermediate}: no algorithm for both products");

@@ -4,7 +4,7 @@ use super::super::{
     BackendError, Beside, DeviceBatch, DeviceExperts, ExpertsSpec, LiveBatch, LiveBounds, Machine, build,
 };
 use super::super::{ForwardStats, cuda};
-use super::{Case, Format, Rng, SITU, assert_same_bits};
+use super::{Case, Format, Random, SITU, assert_same_bits};
 use crate::cuda::{DeviceBuffer, Graph};
 use crate::gpu::{Gpu, Kernels, grow, num_grown};
 use crate::jit::Arch;
@@ -14,7 +14,7 @@ const MAX_ROWS: usize = 3000;
 const NUM_TOKENS: usize = 200;
 
 /// Counts of one step: as routers leave them, all on one expert, few, none.
-fn counts(rng: &mut Rng, step: usize) -> Vec<usize> {
+fn counts(rng: &mut Random, step: usize) -> Vec<usize> {
     let mut counts = vec![0; NUM_EXPERTS];
     match step % 6 {
         0 => (0..MAX_ROWS).for_each(|_| counts[rng.below(NUM_EXPERTS)] += 1),
@@ -42,7 +42,7 @@ fn check(gpu: &Gpu, technique: &'static str, spec: ExpertsSpec, formats: &[Forma
     let experts = case.pack(&backend);
     let experts = experts.on_device().unwrap();
     let (stream, device) = (gpu.stream(), gpu.device());
-    let mut rng = Rng::new(32);
+    let mut rng = Random::new(32);
     let tokens: Vec<u16> =
         rng.normals(NUM_TOKENS * spec.hidden).iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
     let mut rows = Rows {

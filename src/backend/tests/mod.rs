@@ -18,6 +18,7 @@ use std::sync::Arc;
 use super::{Backend, ExpertBatch, Experts, ExpertsSpec, ForwardStats, Machine, best_instruction_set};
 use crate::checkpoint::tensors::{ExpertTensors, Projection, ProjectionData, TensorBytes};
 use crate::numerics::activation::Activation;
+pub(super) use crate::random::Random;
 use crate::select::InstructionSet;
 use crate::select::tactics::Tactic;
 
@@ -29,25 +30,7 @@ pub(super) fn isas() -> impl Iterator<Item = InstructionSet> {
     InstructionSet::ALL.into_iter().filter(|isa| *isa <= best_instruction_set())
 }
 
-/// xorshift64*, so that a seed says everything.
-pub(super) struct Rng(u64);
-
-impl Rng {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    pub(super) fn bits(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    pub(super) fn below(&mut self, limit: usize) -> usize {
-        (self.bits() >> 33) as usize % limit
-    }
-
+impl Random {
     /// About Gaussian, sigma 1.
     pub(super) fn normal(&mut self) -> f32 {
         let sum: f64 = (0..12).map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64).sum();
@@ -72,7 +55,7 @@ pub(super) fn owned(bytes: Vec<u8>) -> TensorBytes {
 }
 
 /// A projection whose products with inputs of sigma 1 have a sigma near 1.5.
-pub(super) fn projection(rng: &mut Rng, out_features: usize, in_features: usize, format: Format) -> Projection {
+pub(super) fn projection(rng: &mut Random, out_features: usize, in_features: usize, format: Format) -> Projection {
     let sigma = 1.5 / (in_features as f32).sqrt();
     let data = match format {
         Format::Nvfp4 => {
@@ -99,7 +82,7 @@ pub(super) fn projection(rng: &mut Rng, out_features: usize, in_features: usize,
     Projection { out_features, in_features, data }
 }
 
-pub(super) fn expert(rng: &mut Rng, spec: &ExpertsSpec, format: Format) -> ExpertTensors {
+pub(super) fn expert(rng: &mut Random, spec: &ExpertsSpec, format: Format) -> ExpertTensors {
     ExpertTensors {
         gate: projection(rng, spec.intermediate, spec.hidden, format),
         up: projection(rng, spec.intermediate, spec.hidden, format),
@@ -121,7 +104,7 @@ pub(super) struct Case {
 impl Case {
     /// Experts of the given formats, each with the given number of rows, rows reading tokens at random.
     pub(super) fn new(seed: u64, spec: ExpertsSpec, formats: &[Format], rows: &[usize]) -> Self {
-        let mut rng = Rng::new(seed);
+        let mut rng = Random::new(seed);
         let experts = formats.iter().map(|format| expert(&mut rng, &spec, *format)).collect();
         let num_rows: usize = rows.iter().sum();
         let num_tokens = num_rows.div_ceil(2).max(1);

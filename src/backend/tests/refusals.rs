@@ -1,7 +1,7 @@
 //! What the backends refuse, and with which words.
 
 use super::super::{BackendError, ExpertsSpec};
-use super::{Format, ProjectionData, Rng, SITU, expert, owned, projection, reference, simd};
+use super::{Format, ProjectionData, Random, SITU, expert, owned, projection, reference, simd};
 use crate::backend::{Machine, best_instruction_set, build};
 use crate::exit::{Classify, Exit};
 use crate::select::InstructionSet;
@@ -28,7 +28,7 @@ fn widths_that_16_does_not_divide_are_refused() {
 
 #[test]
 fn shapes_of_another_layer_are_refused() {
-    let mut rng = Rng::new(31);
+    let mut rng = Random::new(31);
     for backend in [reference(), simd(1, InstructionSet::Scalar)] {
         let builder = backend.experts(spec(64, 32, false), 1).unwrap();
         let wrong = expert(&mut rng, &spec(32, 64, false), Format::Nvfp4);
@@ -38,7 +38,7 @@ fn shapes_of_another_layer_are_refused() {
 
 #[test]
 fn data_of_another_length_than_its_shape_is_refused() {
-    let mut rng = Rng::new(32);
+    let mut rng = Random::new(32);
     let mut wrong = projection(&mut rng, 32, 64, Format::Bf16);
     wrong.data = ProjectionData::Bf16(owned(vec![0; 32 * 64 * 2 - 1]));
     for backend in [reference(), simd(1, InstructionSet::Scalar)] {
@@ -48,7 +48,7 @@ fn data_of_another_length_than_its_shape_is_refused() {
 
 #[test]
 fn quantised_activations_without_an_input_scale_are_refused() {
-    let mut rng = Rng::new(33);
+    let mut rng = Random::new(33);
     let spec = spec(64, 32, true);
     for backend in [reference(), simd(1, InstructionSet::Scalar)] {
         let mut without = expert(&mut rng, &spec, Format::Nvfp4);
@@ -69,7 +69,7 @@ fn unknown_techniques_are_refused() {
 
 #[test]
 fn packed_weights_take_the_bytes_of_the_raw_ones() {
-    let mut rng = Rng::new(34);
+    let mut rng = Random::new(34);
     let spec = spec(512, 272, false);
     let expert = expert(&mut rng, &spec, Format::Nvfp4);
     let raw = 3 * (512 * 272 / 2 + 512 * 272 / 16) as u64;

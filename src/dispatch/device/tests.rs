@@ -20,6 +20,7 @@ use crate::gpu::{Gpu, GpuError, Kernels, grow};
 use crate::ids::Rank;
 use crate::jit::kernels::nvlink::Run;
 use crate::numerics::nvfp4::{self, QuantCounts};
+use crate::random::Random;
 
 /// A layer's tokens over all ranks, and the forms that they travel in.
 #[derive(Debug, Clone)]
@@ -53,17 +54,7 @@ enum Values {
     Around(f32),
 }
 
-/// xorshift64*, so that a seed says everything.
-struct Random(u64);
-
 impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % limit
-    }
-
     /// Between -1 and 1, at 2^13 places times powers of two.
     fn value(&mut self) -> f32 {
         let place = f32::from(i16::try_from(self.below(16_385)).unwrap() - 8192) / 8192.0;

@@ -5,10 +5,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::*;
-use crate::config::{Activations, BackendFamily, Choice as _};
+use crate::config::{Activations, BackendFamily};
 use crate::fault::Faults;
 use crate::layer::Session;
 use crate::layer::testing::session_on_gpu;
+use crate::random::Random;
 use crate::routing::TopK;
 
 #[test]
@@ -40,17 +41,7 @@ fn refusals_name_the_layer_and_the_cure() {
 /// Tokens of a rank that sessions are opened for.
 const CAPACITY: usize = 37;
 
-/// xorshift64*, so that a seed says everything.
-struct Random(u64);
-
 impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % limit
-    }
-
     /// bf16 values about 1, or f32 ones that are none.
     fn hidden(&mut self, len: usize, are_bf16: bool) -> Vec<f32> {
         let mut value = || (self.below(20_001) as f32 - 10_000.0) / 5000.0;

@@ -9,6 +9,7 @@ use crate::config::{Activations, BackendFamily, Choice as _};
 use crate::fault::Faults;
 use crate::layer::testing::session_on_gpu;
 use crate::layer::{LayerInput, LayerOutput, Part, Session};
+use crate::random::Random;
 use crate::routing::TopK;
 
 const ALL: Facts = Facts { asked: config::Overlap::On, num_ranks: 2, is_on_device: true, is_recorded: false };
@@ -65,11 +66,8 @@ fn open(
 }
 
 fn run(world: &World, session: &Session, what: &str) -> Vec<LayerOutput> {
-    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
-    let mut value = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        half::bf16::from_f32(((state >> 40) as f32 / 8_388_608.0) - 1.0).to_f32()
-    };
+    let mut random = Random::new(1);
+    let mut value = || half::bf16::from_f32(((random.bits() >> 40) as f32 / 8_388_608.0) - 1.0).to_f32();
     let mut outputs = Vec::new();
     for (step, num_tokens) in TOKENS.into_iter().enumerate() {
         let hidden: Vec<f32> = (0..num_tokens * session.geometry().hidden).map(|_| value()).collect();
@@ -129,12 +127,9 @@ fn gpu_overlapping_chunks_have_the_bits_of_whole_steps() {
 fn gpu_overlapping_random_steps_have_the_bits_of_whole_ones() {
     const MOST: usize = 1500;
     let setting = |name, default| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default);
-    let (num_steps, mut state): (u64, u64) =
-        (setting("LOCKSTEP_TEST_STEPS", 300), setting("LOCKSTEP_TEST_SEED", 20_261_201));
-    let mut below = |limit: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        usize::try_from(state >> 33).unwrap() % limit
-    };
+    let num_steps: u64 = setting("LOCKSTEP_TEST_STEPS", 300);
+    let mut random = Random::new(setting("LOCKSTEP_TEST_SEED", 20_261_201));
+    let mut below = |limit: usize| random.below(limit);
     let world = World::init(Duration::from_secs(60), Faults::default()).unwrap();
     let work = tempfile::tempdir().unwrap();
     let layer = ("k3-tiny", BackendFamily::Wgmma, Activations::Checkpoint);

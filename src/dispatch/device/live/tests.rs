@@ -2,18 +2,7 @@
 
 use super::*;
 use crate::gpu::Kernels;
-
-/// xorshift64*, so that a seed says everything.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % limit
-    }
-}
+use crate::random::Random;
 
 const MAX_TOKENS: usize = 300;
 const NUM_TOPK: usize = 8;
