@@ -110,11 +110,16 @@ DEVICE void requantise_tile(const Seat& seat, const Work& work, float input_scal
 /// NOTE: with branches here, what all lanes have in common left the uniform registers: 20 % more instructions a step.
 DEVICE void tell_stored(const GroupedGemmArgs& args, const Pipeline& ring, const Seat& seat) {
     bulk_store_wait();
-    const u32 at = ring.stored(seat.group), group = load_shared(at), told = group != 0 && seat.is_storer() ? 1 : 0;
+    const u32 at = ring.stored(seat.group), is_storer = seat.is_storer() ? 1 : 0;
+    u32 group = 0;  // the word is the storer's own: no other lane reads it
+    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %1, 0;\n @p ld.shared.u32 %0, [%2];\n}"
+                 : "+r"(group)
+                 : "r"(is_storer), "r"(at)
+                 : "memory");
     fence_async();
     __threadfence();
     asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p red.release.gpu.global.add.u32 [%1], 1;\n"
-                 " @p st.shared.u32 [%2], 0;\n}" ::"r"(told), "l"(args.gathered + group - 1), "r"(at) : "memory");
+                 " @p st.shared.u32 [%2], 0;\n}" ::"r"(group), "l"(args.gathered + group - 1), "r"(at) : "memory");
 }
 
 /// Writes a tile's activations into the image: gathered in shared memory to a chunk of 64 columns, then one copy.
