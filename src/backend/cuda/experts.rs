@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rayon::prelude::*;
 
 use super::evidence::{Counted, Evidence};
-use super::programs::Program;
+use super::programs::{Launch, Program};
 use super::workspace::{Device, Host, Workspace};
 use super::{Shared, family};
 use crate::backend::checks::{self, add_counts};
@@ -129,10 +129,17 @@ pub(super) struct Share {
     num_rows: u64,
 }
 
+/// A batch, dealt out.
+struct Dealt {
+    shares: Vec<Share>,
+    /// Multiprocessors of the launch of many rows, where it runs beside that of few.
+    of_large: Option<u32>,
+}
+
 impl Experts for Group {
     fn forward(&self, batch: &ExpertBatch<'_>, out: &mut [f32]) -> Result<ForwardStats, BackendError> {
         checks::batch(&self.spec, self.experts.len(), batch, out);
-        let shares = self.shares(batch.expert_offsets, None)?;
+        let Dealt { shares, of_large } = self.shares(batch.expert_offsets, None)?;
         let (gpu, stream) = (&self.shared.gpu, self.shared.stream());
         let mut workspace = self.shared.lock();
         let Host { tokens, row_token, out: device_out } = &mut workspace.host;
@@ -149,7 +156,7 @@ impl Experts for Group {
         device.upload_entries(gpu, &shares)?;
         for rows in waves(batch.num_rows()) {
             let out = &mut out[rows.start * self.spec.hidden..rows.end * self.spec.hidden];
-            self.wave(device, &on_device, (rows, device_out.address()), &shares)?;
+            self.wave(device, &on_device, (rows, device_out.address()), &shares, of_large)?;
             device_out.download_into(stream, 0, out)?;
         }
         self.queue_evidence()?;
@@ -170,20 +177,21 @@ impl Experts for Group {
         let tokens = 2 * num_rows * self.spec.hidden;
         let images =
             2 * padded_rows(wave, self.experts.len()) * (padded(self.spec.hidden) + padded(self.spec.intermediate));
+        let small = 2 * wave * padded(self.spec.intermediate);
         let rows = size_of::<u32>() * num_rows + size_of::<f32>() * wave * self.spec.hidden;
-        (tokens + images + rows) as u64
+        (tokens + images + small + rows) as u64
     }
 }
 
 impl DeviceExperts for Group {
     fn queue(&self, batch: &DeviceBatch<'_>, out: &mut DeviceBuffer<f32>) -> Result<(), BackendError> {
         checks::offsets(self.experts.len(), batch.expert_offsets);
-        let shares = self.shares(batch.expert_offsets, batch.beside.rows_of_all)?;
+        let Dealt { shares, of_large } = self.shares(batch.expert_offsets, batch.beside.rows_of_all)?;
         let mut workspace = self.shared.lock();
         workspace.device.upload_entries(&self.shared.gpu, &shares)?;
         for rows in waves(batch.num_rows()) {
             let to = out.address_of(rows.start * self.spec.hidden..rows.end * self.spec.hidden)?;
-            self.wave(&mut workspace.device, batch, (rows, to), &shares)?;
+            self.wave(&mut workspace.device, batch, (rows, to), &shares, of_large)?;
         }
         Ok(())
     }
@@ -257,7 +265,7 @@ impl Group {
     }
 
     /// Deals the experts that have rows out to programs: as their rows `of_all` batches of the step say, where there are more.
-    fn shares(&self, expert_offsets: &[usize], of_all: Option<&[usize]>) -> Result<Vec<Share>, BackendError> {
+    fn shares(&self, expert_offsets: &[usize], of_all: Option<&[usize]>) -> Result<Dealt, BackendError> {
         let mut shares: BTreeMap<usize, Share> = BTreeMap::new();
         let here = expert_offsets.windows(2).map(|offsets| offsets[1] - offsets[0]);
         let rows: Vec<ExpertRows> = match of_all {
@@ -280,7 +288,22 @@ impl Group {
             share.entries[index] = expert.entry;
             share.num_rows += num_rows as u64;
         }
-        Ok(shares.into_values().collect())
+        let shares: Vec<Share> = shares.into_values().collect();
+        let num_rows = expert_offsets.last().copied().unwrap_or(0);
+        let of_large =
+            if shares.len() == 2 && num_rows <= MAX_WAVE_ROWS { self.of_large(of_nvfp4, &rows)? } else { None };
+        Ok(Dealt { shares, of_large })
+    }
+
+    /// Multiprocessors of the launch of many rows, where all experts that have rows are NVFP4's and go into two.
+    fn of_large(&self, schedules: BatchSchedules, rows: &[ExpertRows]) -> Result<Option<u32>, BackendError> {
+        let of_other =
+            self.experts.iter().zip(rows).any(|(expert, rows)| expert.weights != Weights::Nvfp4 && rows.here > 0);
+        if of_other {
+            return Ok(None);
+        }
+        let num_multiprocessors = self.shared.gpu.device().facts().num_multiprocessors;
+        Ok(schedules.multiprocessors_of_large(&gemm(&self.spec, Weights::Nvfp4)?, rows, num_multiprocessors))
     }
 
     /// Queues the kernels of a range of rows, whose results go to the address that comes with it.
@@ -290,6 +313,7 @@ impl Group {
         batch: &DeviceBatch<'_>,
         (rows, out): (Range<usize>, u64),
         shares: &[Share],
+        of_large: Option<u32>,
     ) -> Result<(), BackendError> {
         let (gpu, num_experts) = (&self.shared.gpu, self.experts.len());
         let num_padded = padded_rows(rows.len(), num_experts);
@@ -300,8 +324,16 @@ impl Group {
             workspace.grow_image(gpu.stream(), num_padded, padded(self.spec.hidden))?;
         }
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
+        let num_spare = batch.beside.num_spare_multiprocessors;
+        let of_large = of_large.filter(|_| num_spare == 0);
+        if of_large.is_some() {
+            grow(&mut workspace.small_inner, rows.len() * padded(self.spec.intermediate))?;
+        }
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut launches = Vec::with_capacity(shares.len());
         for (index, share) in shares.iter().enumerate() {
+            let program = &self.programs[share.program_idx].program;
+            let is_small_beside = of_large.is_some() && !program.wants_images();
             let args = GroupedGemmArgs {
                 experts: workspace.entries.address_of(index * num_experts..(index + 1) * num_experts)?,
                 expert_offsets: workspace.expert_offsets.address(),
@@ -309,7 +341,7 @@ impl Group {
                 tokens: batch.tokens.address(),
                 image: workspace.image.address(),
                 gathered: workspace.gathered.address(),
-                inner: workspace.inner.address(),
+                inner: if is_small_beside { workspace.small_inner.address() } else { workspace.inner.address() },
                 out,
                 counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
@@ -321,12 +353,12 @@ impl Group {
             if rows.start == 0 {
                 evidence.expect(share.program_idx, share.num_rows);
             }
-            let num_spare = batch.beside.num_spare_multiprocessors;
-            // SAFETY: every buffer has room for this batch's rows, as computed above from the same offsets that are uploaded,
-            // and every row names a token of the batch, which `checks::batch` sees to, or whoever made the batch on the
-            // device. They live in workspaces or with the caller, whose freeing waits for the device.
-            unsafe { self.programs[share.program_idx].program.queue(gpu.stream(), &args, num_spare)? };
+            launches.push(Launch { program, args });
         }
-        Ok(())
+        // SAFETY: every buffer has room for this batch's rows, as computed above from the same offsets that are uploaded,
+        // and every row names a token of the batch, which `checks::batch` sees to, or whoever made the batch on the
+        // device. They live in workspaces or with the caller, whose freeing waits for the device. Beside each other, both write
+        // rows of their own experts and FC2's input of their own; of images and counts the small kernels know nothing.
+        unsafe { self.shared.side.queue(gpu.stream(), &launches, of_large, num_spare) }
     }
 }

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::evidence::NUM_COUNTERS;
+use super::programs::Launch;
 use super::{Gpu, Shared, experts, family, narrow, pack};
 use crate::backend::{BackendError, ExpertsSpec, checks};
 use crate::checkpoint::tensors::ExpertTensors;
@@ -20,7 +21,7 @@ use crate::cuda::{CudaError, DeviceBuffer, Event, Graph, Stream};
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, Schedule, Weights,
 };
-use crate::jit::kernels::{BatchSchedules, Chooser};
+use crate::jit::kernels::{BatchSchedules, Chooser, ExpertRows};
 use crate::select::Identity;
 pub use ceilings::{Dense, Reading};
 
@@ -156,15 +157,20 @@ impl LocalLayer {
     /// If `counts` has another number of experts, or there are no tokens.
     pub fn work(&self, counts: &[usize], tokens: LocalTokens<'_>) -> Result<LocalWork<'_>, BackendError> {
         let schedules = self.schedules(counts);
-        self.work_by(counts, tokens, |num_rows| schedules.of(num_rows))
+        let rows: Vec<ExpertRows> = counts.iter().copied().map(ExpertRows::alone).collect();
+        let num_multiprocessors = self.stream().device().facts().num_multiprocessors;
+        let of_large = schedules.multiprocessors_of_large(&self.gemm, &rows, num_multiprocessors);
+        self.work_by(counts, tokens, |num_rows| schedules.of(num_rows), of_large)
     }
 
-    /// The same by any schedules, which follow from an expert's rows.
+    /// The same by any schedules, which follow from an expert's rows; of two, the one of many rows beside the other on
+    /// `of_large` multiprocessors where that is given.
     fn work_by(
         &self,
         counts: &[usize],
         tokens: LocalTokens<'_>,
         schedule_of: impl Fn(usize) -> Schedule,
+        of_large: Option<u32>,
     ) -> Result<LocalWork<'_>, BackendError> {
         assert_eq!(counts.len(), self.entries.len(), "a count for every expert");
         let stream = self.stream();
@@ -179,12 +185,18 @@ impl LocalLayer {
         let buffers = Buffers::new(self, counts, tokens, programs.iter().map(|(_, experts)| &experts[..]))?;
         let graph = Graph::capture(stream, || {
             for set in 0..self.sets.len() {
+                let mut launches = Vec::with_capacity(programs.len());
                 for (share, (program, _)) in programs.iter().enumerate() {
-                    let args = buffers.args(self.entries.len(), set * programs.len() + share, tokens.scale)?;
-                    // SAFETY: every buffer has room for these counts and goes with the work; the sets live in `self`, which
-                    // the work borrows, and so do the programs' modules.
-                    unsafe { program.queue(stream, &args, 0)? };
+                    let mut args = buffers.args(self.entries.len(), set * programs.len() + share, tokens.scale)?;
+                    if !program.wants_images() {
+                        args.inner = buffers.small_inner.address();
+                    }
+                    launches.push(Launch { program, args });
                 }
+                // SAFETY: every buffer has room for these counts and goes with the work; the sets live in `self`, which
+                // the work borrows, and so do the programs' modules. Programs that run at once have other experts, and
+                // another input of FC2.
+                unsafe { self.shared.side.queue(stream, &launches, of_large, 0)? };
             }
             Ok::<_, BackendError>(())
         })?;
@@ -205,6 +217,8 @@ struct Buffers {
     image: DeviceBuffer<u16>,
     gathered: DeviceBuffer<u32>,
     inner: DeviceBuffer<u16>,
+    /// Of schedules that read rows where they lie.
+    small_inner: DeviceBuffer<u16>,
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
     barrier: DeviceBuffer<u32>,
@@ -255,6 +269,7 @@ impl Buffers {
             image: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.hidden))?,
             gathered: DeviceBuffer::zeroed(stream, num_padded / IMAGE_GROUP_ROWS as usize)?,
             inner: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.intermediate))?,
+            small_inner: DeviceBuffer::zeroed(stream, num_rows * experts::padded(spec.intermediate))?,
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,

@@ -30,7 +30,7 @@ pub use around::{Around, AroundBuffers, AroundSpec, AroundTensors, Extent};
 pub use dense::{DenseBy, DenseTools};
 pub use gated::GatedDense;
 pub use local::{Dense, LocalLayer, LocalSize, LocalTokens, LocalWork, Reading};
-use programs::Programs;
+use programs::{Programs, SideStream};
 pub use topk::{Selector, TopkBuffers};
 use workspace::Workspace;
 
@@ -60,6 +60,7 @@ struct Shared {
     technique: &'static str,
     gpu: gpu::Gpu,
     programs: Programs,
+    side: SideStream,
     /// Calls wait for each other: they would share the device anyway.
     workspace: Mutex<Workspace>,
 }
@@ -96,6 +97,7 @@ impl Gpu {
             technique,
             gpu: gpu.clone(),
             programs: Programs::new(gpu.clone()),
+            side: SideStream::new(gpu.device())?,
             workspace: Mutex::new(Workspace::new(gpu.stream())?),
         };
         Ok(Self { shared: Arc::new(shared), host })

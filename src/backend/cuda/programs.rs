@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::super::BackendError;
-use crate::cuda::{Function, LaunchShape, Stream};
+use crate::cuda::{Device, Event, Function, LaunchShape, Stream};
 use crate::gpu::Gpu;
 use crate::jit::kernels::grouped_gemm::{GroupedGemm, GroupedGemmArgs, Schedule};
 
@@ -79,8 +79,19 @@ impl Program {
         num_spare: u32,
     ) -> Result<(), BackendError> {
         let num_multiprocessors = stream.device().facts().num_multiprocessors;
+        let num_spare = num_spare.min(num_multiprocessors / 2);
+        // SAFETY: the caller's promise.
+        unsafe { self.queue_on(num_multiprocessors - num_spare, stream, args) }
+    }
+
+    /// Queues all kernels for so many multiprocessors.
+    ///
+    /// # Safety
+    /// As for [`Program::queue`].
+    unsafe fn queue_on(&self, wanted: u32, stream: &Stream, args: &GroupedGemmArgs) -> Result<(), BackendError> {
+        let num_multiprocessors = stream.device().facts().num_multiprocessors;
         for Step { function, shape } in &self.steps {
-            let shape = leaving(shape, num_multiprocessors, num_spare);
+            let shape = on(shape, num_multiprocessors, wanted);
             // SAFETY: the caller answers for all addresses.
             unsafe { function.launch(stream, &shape, args)? };
         }
@@ -89,10 +100,75 @@ impl Program {
 }
 
 /// A launch of as many blocks on each of fewer multiprocessors: any number of blocks takes all tiles.
-fn leaving(shape: &LaunchShape, num_multiprocessors: u32, num_spare: u32) -> LaunchShape {
+fn on(shape: &LaunchShape, num_multiprocessors: u32, wanted: u32) -> LaunchShape {
     let [num_blocks, y, z] = shape.grid;
-    let num_spare = num_spare.min(num_multiprocessors / 2);
-    LaunchShape { grid: [num_blocks / num_multiprocessors.max(1) * (num_multiprocessors - num_spare), y, z], ..*shape }
+    LaunchShape { grid: [num_blocks / num_multiprocessors.max(1) * wanted, y, z], ..*shape }
+}
+
+/// A second stream, for a launch that runs beside one in the session's.
+pub(super) struct SideStream {
+    stream: Stream,
+    begun: Event,
+    done: Event,
+}
+
+impl SideStream {
+    pub(super) fn new(device: &Device) -> Result<Self, BackendError> {
+        Ok(Self { stream: Stream::new(device)?, begun: Event::new(device)?, done: Event::new(device)? })
+    }
+
+    /// Queues the launches of a batch: one behind the other, leaving `num_spare` multiprocessors to others; or where `of_large` is
+    /// given, the two that there are at once, that of many rows on so many multiprocessors and that of few on all others.
+    ///
+    /// # Safety
+    /// As for [`Program::queue`] of each; of two at once neither writes what the other reads or writes.
+    pub(super) unsafe fn queue(
+        &self,
+        stream: &Stream,
+        launches: &[Launch<'_>],
+        of_large: Option<u32>,
+        num_spare: u32,
+    ) -> Result<(), BackendError> {
+        if let (Some(of_large), [first, second]) = (of_large, launches) {
+            let (small, large) = if second.program.wants_images() { (first, second) } else { (second, first) };
+            // SAFETY: the caller's promise.
+            return unsafe { self.queue_both(stream, small, large, of_large) };
+        }
+        for Launch { program, args } in launches {
+            // SAFETY: the caller's promise.
+            unsafe { program.queue(stream, args, num_spare)? };
+        }
+        Ok(())
+    }
+
+    /// Queues two launches behind what `stream` holds; what it is given later waits for both.
+    ///
+    /// # Safety
+    /// As for [`SideStream::queue`].
+    unsafe fn queue_both(
+        &self,
+        stream: &Stream,
+        small: &Launch<'_>,
+        large: &Launch<'_>,
+        of_large: u32,
+    ) -> Result<(), BackendError> {
+        let num_multiprocessors = stream.device().facts().num_multiprocessors;
+        self.begun.record(stream)?;
+        self.stream.wait_for(&self.begun)?;
+        // SAFETY: the caller's promise; `stream` waits below, so that what its owner frees later is not in use.
+        unsafe {
+            large.program.queue_on(of_large, &self.stream, &large.args)?;
+            small.program.queue_on(num_multiprocessors - of_large, stream, &small.args)?;
+        }
+        self.done.record(&self.stream)?;
+        Ok(stream.wait_for(&self.done)?)
+    }
+}
+
+/// What is computed by one program of a batch.
+pub(super) struct Launch<'a> {
+    pub program: &'a Program,
+    pub args: GroupedGemmArgs,
 }
 
 #[cfg(test)]
@@ -100,10 +176,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spare_multiprocessors_are_left_alone() {
-        let blocks = |num_blocks, num_spare| leaving(&LaunchShape::rows(num_blocks, 256), 132, num_spare).grid[0];
-        assert_eq!([blocks(132, 0), blocks(264, 0), blocks(132 * 8, 0)], [132, 264, 132 * 8]);
-        assert_eq!([blocks(132, 8), blocks(264, 8), blocks(132 * 8, 8)], [124, 248, 124 * 8]);
-        assert_eq!(blocks(132, 1000), 66);
+    fn fewer_multiprocessors_have_as_many_blocks_each() {
+        let blocks = |num_blocks, wanted| on(&LaunchShape::rows(num_blocks, 256), 132, wanted).grid[0];
+        assert_eq!([blocks(132, 132), blocks(264, 132), blocks(132 * 8, 132)], [132, 264, 132 * 8]);
+        assert_eq!([blocks(132, 124), blocks(264, 124), blocks(132 * 8, 124)], [124, 248, 124 * 8]);
     }
 }

@@ -36,6 +36,8 @@ pub(super) struct Device {
     pub gathered: DeviceBuffer<u32>,
     /// FC2's input.
     pub inner: DeviceBuffer<u16>,
+    /// That of few rows, where their kernels run beside those of many.
+    pub small_inner: DeviceBuffer<u16>,
     /// Zero whenever no kernel runs.
     pub barrier: DeviceBuffer<u32>,
     /// Likewise.
@@ -57,6 +59,7 @@ impl Workspace {
             image: DeviceBuffer::uninitialised(device, 0)?,
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
+            small_inner: DeviceBuffer::uninitialised(device, 0)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
         };

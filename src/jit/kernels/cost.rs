@@ -49,19 +49,31 @@ pub(super) const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
 pub(super) const WGMMA: [TileCost; 3] =
     [wgmma(64, [17_000, 3_200]), wgmma(128, [17_280, 3_340]), wgmma(256, [14_400, 1_900])];
 
+/// What the tiles of one block of weights take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TileTimes {
+    /// All of them, one behind the other.
+    pub all_ns: u64,
+    /// The longest.
+    pub longest_ns: u64,
+}
+
 impl TileCost {
     /// What all tiles take over all multiprocessors, and half of the longest one, at which some wait in the end; nothing is
     /// over before the longest is.
     #[must_use]
     pub fn takes_ns(&self, counts: impl Iterator<Item = usize>) -> u64 {
+        let TileTimes { all_ns, longest_ns } = self.tiles(counts);
+        if self.weight_blocks == 0 || all_ns == 0 {
+            return all_ns;
+        }
+        longest_ns.max(all_ns * u64::from(self.weight_blocks) / NUM_MULTIPROCESSORS + longest_ns / 2)
+    }
+
+    pub(super) fn tiles(&self, counts: impl Iterator<Item = usize>) -> TileTimes {
         let Blocks { num, sixteens, widest } = self.blocks(counts);
         let [tile_ns, rows_ns] = [self.tile_ns, self.rows_ns].map(u64::from);
-        let all = num * tile_ns + sixteens * rows_ns;
-        if self.weight_blocks == 0 || num == 0 {
-            return all;
-        }
-        let longest = tile_ns + widest * rows_ns;
-        longest.max(all * u64::from(self.weight_blocks) / NUM_MULTIPROCESSORS + longest / 2)
+        TileTimes { all_ns: num * tile_ns + sixteens * rows_ns, longest_ns: tile_ns + widest * rows_ns }
     }
 
     fn blocks(&self, counts: impl Iterator<Item = usize>) -> Blocks {

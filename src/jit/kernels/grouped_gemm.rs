@@ -194,6 +194,15 @@ impl GroupedGemm {
         2 * self.intermediate
     }
 
+    /// Bytes of an expert's weights, as they are stored.
+    pub(super) fn expert_bytes(&self) -> u64 {
+        let values = 3 * u64::from(self.hidden) * u64::from(self.intermediate);
+        match self.weights {
+            Weights::Nvfp4 => values * 9 / 16,
+            Weights::Bf16 => values * 2,
+        }
+    }
+
     fn weight_step_bytes(&self) -> u32 {
         match self.weights {
             Weights::Nvfp4 => NVFP4_STEP_BYTES,

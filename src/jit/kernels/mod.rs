@@ -1,5 +1,6 @@
 //! Every kernel that there is: its arguments, its source, its requests.
 
+mod abreast;
 mod ceilings;
 pub mod cost;
 pub mod deal;

@@ -6,6 +6,7 @@
 //! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
 //! another one's last tiles.
 
+use super::abreast::{self, Part};
 use super::cost::{MMA_SYNC, SMALL, TileCost, WGMMA};
 use super::deal::Candidates;
 use super::grouped_gemm::{GroupedGemm, Schedule};
@@ -42,6 +43,29 @@ impl BatchSchedules {
     #[must_use]
     pub fn of(&self, num_rows: usize) -> Schedule {
         if num_rows <= self.max_small_rows as usize { self.small } else { self.large }
+    }
+
+    /// How many of `num_multiprocessors` the launch of experts with many rows gets, where it is to run beside that of few. None
+    /// where there is one launch, or one behind the other is as fast.
+    #[must_use]
+    pub fn multiprocessors_of_large(
+        &self,
+        gemm: &GroupedGemm,
+        rows: &[ExpertRows],
+        num_multiprocessors: u32,
+    ) -> Option<u32> {
+        let counts_of = |schedule| -> Vec<usize> {
+            let is_wanted = |rows: &&ExpertRows| rows.here > 0 && self.of(rows.in_all) == schedule;
+            rows.iter().filter(is_wanted).map(|rows| rows.here).collect()
+        };
+        let cost_of = |costs: &[TileCost], schedule| costs.iter().copied().find(|cost| cost.schedule == schedule);
+        let (few, many) = (counts_of(self.small), counts_of(self.large));
+        if few.is_empty() || many.is_empty() {
+            return None;
+        }
+        let small = Part { cost: cost_of(&SMALL, self.small)?, counts: &few };
+        let large = Part { cost: cost_of(&WGMMA, self.large)?, counts: &many };
+        abreast::multiprocessors_of_large(gemm, small, large, num_multiprocessors)
     }
 }
 

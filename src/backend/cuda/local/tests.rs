@@ -80,7 +80,7 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
                 let mut wanted: Option<Vec<f32>> = None;
                 for &schedule in &all {
                     let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
-                    let mut work = layer.work_by(&counts, tokens, |_| schedule).unwrap();
+                    let mut work = layer.work_by(&counts, tokens, |_| schedule, None).unwrap();
                     for repeat in 0..3 {
                         work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
                         work.check().unwrap();
@@ -91,6 +91,36 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
                     }
                     let given_out = work.buffers.given_out.download(layer.stream()).unwrap();
                     assert_eq!(given_out, [0], "{schedule} leaves the count of tiles as it found it");
+                }
+            }
+        }
+    }
+}
+
+/// However the machine is divided between two launches at once, and whichever of them is sooner over.
+#[test]
+#[ignore = "needs a Hopper GPU and NVRTC"]
+fn gpu_launches_at_once_give_the_bits_of_one_behind_the_other() {
+    let opened = gpu();
+    for (hidden, intermediate, quantise_activations) in [(320, 176, true), (1024, 768, false)] {
+        let spec = ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: false };
+        let (layer, values) = layer(&opened, spec, LocalSize { num_experts: 40, num_sets: 2 });
+        let mut rng = Random::new(13);
+        for (few, most) in [(3, 20), (17, 300), (9, 2000)] {
+            let count = |expert| if expert % 7 == 3 { 17 + rng.below(most) } else { rng.below(few) };
+            let counts: Vec<usize> = (0..40).map(count).collect();
+            layer.load([&counts[..]]).unwrap();
+            let schedules = layer.schedules(&counts);
+            let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
+            let mut wanted: Option<Vec<f32>> = None;
+            for of_large in [None, Some(1), Some(16), Some(66), Some(131)] {
+                let mut work = layer.work_by(&counts, tokens, |rows| schedules.of(rows), of_large).unwrap();
+                for repeat in 0..5 {
+                    work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
+                    work.check().unwrap();
+                    let out = work.buffers.out.download(layer.stream()).unwrap();
+                    let what = format!("{hidden} x {intermediate}, most {most}, {of_large:?}, repeat {repeat}");
+                    assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
                 }
             }
         }
@@ -123,7 +153,7 @@ fn gpu_times_of_every_schedule() {
             let mut works: Vec<_> = all
                 .iter()
                 .filter(is_worth)
-                .map(|&schedule| (schedule, layer.work_by(&counts, tokens, |_| schedule).unwrap(), Vec::new()))
+                .map(|&schedule| (schedule, layer.work_by(&counts, tokens, |_| schedule, None).unwrap(), Vec::new()))
                 .collect();
             for repeat in 0..REPEATS + 1 {
                 for (_, work, times) in &mut works {
