@@ -15,6 +15,8 @@ struct NvlinkArgs {
     u64 regions[kMaxPeers];
     /// `[2 * num_ranks + num_experts]` tokens and slots for each rank, rows of each expert. Only told.
     const u32* totals;
+    /// The same of the whole step, where it was cut and this is its first chunk; else null. Only told.
+    const u32* of_step;
     /// `[num_ranks, num_words]` on the host: what each rank told. Only heard; absent where no counts are.
     u32* host_counts;
     /// `[num_ranks, 4]` on the host: why a rank was waited for in vain.
@@ -47,6 +49,7 @@ struct NvlinkArgs {
 static_assert(sizeof(NvlinkArgs) == ARGUMENTS_BYTES, "NvlinkArgs is the host's");
 
 constexpr u32 kTellThreads = 128;
+constexpr u32 kHearWarps = 8;
 constexpr u32 kWordsOfAlarm = 4;
 /// Kinds of alarms.
 constexpr u64 kLate = 1, kOther = 2;
@@ -69,7 +72,7 @@ DEVICE u32 first_expert(const NvlinkArgs& args, u32 rank) {
 }
 
 /// A block a rank: tells it how many tokens come, where in this rank's home its rows begin, and the rows of each of its
-/// experts.
+/// experts, and those of the whole step where they are known.
 extern "C" __global__ void __launch_bounds__(kTellThreads) tell(const __grid_constant__ NvlinkArgs args) {
     const u32 to = blockIdx.x;
     const u64 region = args.regions[to];
@@ -83,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(kTellThreads) tell(const __grid_con
     }
     const u32 first = first_expert(args, to), end = first_expert(args, to + 1);
     for (u32 expert = first + threadIdx.x; expert < end; expert += kTellThreads) {
-        counts[2 + expert - first] = args.totals[2 * args.num_ranks + expert];
+        const u32 at = 2 * args.num_ranks + expert;
+        counts[2 + expert - first] = args.totals[at];
+        if (args.of_step != nullptr) counts[2 + end - first + expert - first] = args.of_step[at];
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -135,9 +140,10 @@ DEVICE bool wait_for(const NvlinkArgs& args, u32 source) {
     }
 }
 
-/// A block a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.
-extern "C" __global__ void __launch_bounds__(kWarp) hear(const __grid_constant__ NvlinkArgs args) {
-    const u32 source = blockIdx.x, lane = threadIdx.x;
+/// A warp a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.
+extern "C" __global__ void __launch_bounds__(kHearWarps * kWarp) hear(const __grid_constant__ NvlinkArgs args) {
+    const u32 source = blockIdx.x * kHearWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (source >= args.num_ranks) return;
     const bool has_come = __shfl_sync(kAllLanes, lane == 0 ? wait_for(args, source) : true, 0);
     if (!has_come) {
         if (lane != 0 || args.hold_ns == 0) return;

@@ -4,17 +4,20 @@
 //! Every rank has one region, and all have the same layout:
 //!
 //! ```text
-//! flags    [3, num_ranks] u64        raised by each rank: counts, tokens, rows
+//! flags    [4, num_ranks] u64        raised by each rank: counts, tokens, rows of even chunks, rows of odd ones
 //! alarms   [num_ranks, 4] u64        of each rank that has waited in vain
-//! counts   [num_ranks, num_words] u32    what each rank tells: tokens, where its home begins, rows of each expert
+//! counts   [num_ranks, num_words] u32    what each rank tells: tokens, where its home begins, rows of each expert, and those
+//!                                    of the whole step where it was cut
 //! rooms    [num_ranks, room_bytes]   tokens from each rank
-//! home     [home_bytes]              rows that come home, by the rank that they come from
+//! homes    [home_bytes] of even chunks, [home_bytes] of odd ones    rows that come home, by the rank that they come from
 //! ```
 //!
 //! Nothing is taken back and nothing is acknowledged. In a chunk a rank raises its three flags at every rank, itself included,
-//! whether it has something for it or not, and waits for all of each kind before it goes on. So a rank that stores tokens of
-//! the next chunk has had everybody's rows of this one, which came behind the reading of its tokens; and one that stores rows has
-//! had everybody's tokens, which came behind the reading of the rows of the chunk before.
+//! whether it has something for it or not, and waits for all of each kind before it goes on, in one stream. What it tells of a
+//! chunk is behind all that it has read before: whoever has had everybody's counts of a chunk may store what that chunk has, and
+//! that is all that keeps anything from being overwritten. One thing has to be there twice: the last two chunks of a step in
+//! which chunks overlap send rows home with no counts between them ([`crate::dispatch::overlap::turns`]), so that homes, and the
+//! flags of rows, take turns. `model` tries it.
 
 use crate::dispatch::capacity::BufferSizes;
 use crate::ids::{LayerIdx, Rank};
@@ -24,6 +27,9 @@ pub const MAX_PEERS: usize = 64;
 
 /// Words of an alarm's cell.
 pub const ALARM_WORDS: usize = 4;
+
+/// Homes, which chunks of a step take turns in where they overlap; else all have the first.
+pub const NUM_HOMES: usize = 2;
 
 /// Parts of a region begin at multiples of this.
 const ALIGN: usize = 256;
@@ -52,30 +58,55 @@ impl Flag {
     }
 }
 
+/// What decides how much room a token takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowSizes {
+    /// Ranks of the world.
+    pub num_ranks: usize,
+    /// Slots of a token.
+    pub num_topk: usize,
+    /// Bytes of a travelling token with its ids and weights.
+    pub token_bytes: usize,
+    /// Bytes of a row that comes back.
+    pub return_bytes: usize,
+    /// Whether each slot's row comes back by itself.
+    pub per_slot: bool,
+}
+
+impl From<&BufferSizes> for RowSizes {
+    fn from(sizes: &BufferSizes) -> Self {
+        let BufferSizes { num_ranks, num_topk, token_bytes, return_bytes, per_slot, .. } = *sizes;
+        Self { num_ranks, num_topk, token_bytes, return_bytes, per_slot }
+    }
+}
+
 /// How much room chunks need: equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Rooms {
     /// Bytes of the tokens that one rank sends to one other, at most.
     pub room_bytes: usize,
-    /// Bytes of the rows that come home to a rank, at most.
-    pub home_bytes: usize,
+    /// Bytes of the rows that come home to a rank, at most, into either home.
+    pub home_bytes: [usize; NUM_HOMES],
 }
 
 impl Rooms {
-    /// What chunks of `tokens_at_once` tokens a rank need.
+    /// What chunks need of which a rank brings up to `num_tokens[0]` tokens, and those that have the second home `num_tokens[1]`.
     #[must_use]
-    pub fn new(sizes: &BufferSizes, tokens_at_once: usize) -> Self {
+    pub fn new(sizes: &RowSizes, num_tokens: [usize; NUM_HOMES]) -> Self {
         let home_rows = if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) };
         Self {
-            room_bytes: tokens_at_once.saturating_mul(sizes.token_bytes),
-            home_bytes: tokens_at_once.saturating_mul(home_rows).saturating_mul(sizes.return_bytes),
+            room_bytes: num_tokens[0].max(num_tokens[1]).saturating_mul(sizes.token_bytes),
+            home_bytes: num_tokens.map(|tokens| tokens.saturating_mul(home_rows).saturating_mul(sizes.return_bytes)),
         }
     }
 
     /// Enough for both.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
-        Self { room_bytes: self.room_bytes.max(other.room_bytes), home_bytes: self.home_bytes.max(other.home_bytes) }
+        Self {
+            room_bytes: self.room_bytes.max(other.room_bytes),
+            home_bytes: std::array::from_fn(|home| self.home_bytes[home].max(other.home_bytes[home])),
+        }
     }
 
     /// Whether `other` fits in.
@@ -98,8 +129,8 @@ impl Region {
     #[must_use]
     pub fn new(num_ranks: usize, num_local_experts: usize, rooms: Rooms) -> Self {
         let aligned = |bytes: usize| bytes.next_multiple_of(ALIGN);
-        let rooms = Rooms { room_bytes: aligned(rooms.room_bytes), home_bytes: aligned(rooms.home_bytes) };
-        Self { num_ranks, num_words: (2 + num_local_experts).next_multiple_of(4), rooms }
+        let rooms = Rooms { room_bytes: aligned(rooms.room_bytes), home_bytes: rooms.home_bytes.map(aligned) };
+        Self { num_ranks, num_words: (2 + 2 * num_local_experts).next_multiple_of(4), rooms }
     }
 
     /// Room there is.
@@ -114,16 +145,17 @@ impl Region {
         self.num_words
     }
 
-    /// `[num_ranks]` flags.
+    /// `[num_ranks]` flags; those of rows go with `home`.
     #[must_use]
-    pub fn flags_at(&self, flag: Flag) -> usize {
-        flag as usize * (8 * self.num_ranks).next_multiple_of(ALIGN)
+    pub fn flags_at(&self, flag: Flag, home: usize) -> usize {
+        let of_home = if flag == Flag::Rows { home } else { 0 };
+        (flag as usize + of_home) * (8 * self.num_ranks).next_multiple_of(ALIGN)
     }
 
     /// `[num_ranks, 4]` words.
     #[must_use]
     pub fn alarms_at(&self) -> usize {
-        Flag::ALL.len() * (8 * self.num_ranks).next_multiple_of(ALIGN)
+        self.flags_at(Flag::Rows, NUM_HOMES)
     }
 
     /// `[num_ranks, num_words]` words.
@@ -142,14 +174,14 @@ impl Region {
 
     /// Where rows come home.
     #[must_use]
-    pub fn home_at(&self) -> usize {
-        self.room_at(self.num_ranks)
+    pub fn home_at(&self, home: usize) -> usize {
+        self.room_at(self.num_ranks) + self.rooms.home_bytes[..home].iter().sum::<usize>()
     }
 
     /// Its size.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        self.home_at() + self.rooms.home_bytes
+        self.home_at(NUM_HOMES)
     }
 }
 
@@ -262,6 +294,9 @@ impl std::fmt::Display for Alarm {
 }
 
 #[cfg(test)]
+mod model;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -273,22 +308,24 @@ mod tests {
             num_ranks in 1usize..=MAX_PEERS,
             num_local_experts in 0usize..900,
             room_bytes in 0usize..1 << 30,
-            home_bytes in 0usize..1 << 30,
+            home_bytes in [0usize..1 << 30, 0..1 << 30],
         ) {
             let rooms = Rooms { room_bytes, home_bytes };
             let region = Region::new(num_ranks, num_local_experts, rooms);
+            let flags = [(Flag::Counts, 0), (Flag::Tokens, 0), (Flag::Rows, 0), (Flag::Rows, 1)];
             let mut parts: Vec<(usize, usize)> =
-                Flag::ALL.iter().map(|flag| (region.flags_at(*flag), 8 * num_ranks)).collect();
+                flags.map(|(flag, home)| (region.flags_at(flag, home), 8 * num_ranks)).into();
+            prop_assert_eq!(region.flags_at(Flag::Tokens, 1), region.flags_at(Flag::Tokens, 0));
             parts.push((region.alarms_at(), 8 * ALARM_WORDS * num_ranks));
-            parts.push((region.counts_at(), 4 * num_ranks * (2 + num_local_experts)));
+            parts.push((region.counts_at(), 4 * num_ranks * (2 + 2 * num_local_experts)));
             parts.extend((0..num_ranks).map(|source| (region.room_at(source), room_bytes)));
-            parts.push((region.home_at(), home_bytes));
+            parts.extend((0..NUM_HOMES).map(|home| (region.home_at(home), home_bytes[home])));
             parts.push((region.num_bytes(), 0));
             for pair in parts.windows(2) {
                 prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
             }
             prop_assert!(parts[..parts.len() - 1].iter().all(|(at, _)| at % 256 == 0));
-            prop_assert!(region.num_words() >= 2 + num_local_experts && region.num_words().is_multiple_of(4));
+            prop_assert!(region.num_words() >= 2 + 2 * num_local_experts && region.num_words().is_multiple_of(4));
             prop_assert!(region.rooms().hold(rooms));
         }
 
@@ -351,9 +388,16 @@ mod tests {
                 per_slot,
                 forwards: None,
             };
-            let (rooms, plan) = (Rooms::new(&sizes, 100), BufferPlan::new(&sizes, 100));
+            let (rooms, plan) = (Rooms::new(&RowSizes::from(&sizes), [100, 0]), BufferPlan::new(&sizes, 100));
             assert_eq!((rooms.room_bytes * num_ranks) as u64, plan.receive_bytes);
-            assert!(rooms.home_bytes as u64 <= plan.return_bytes);
+            assert!(rooms.home_bytes[0] as u64 <= plan.return_bytes && rooms.home_bytes[1] == 0);
+            // Half of it, or as many again, in a second home.
+            for second in [50, 100] {
+                let rooms = Rooms::new(&RowSizes::from(&sizes), [100, second]);
+                let plan = BufferPlan::new(&sizes, 100 + second);
+                assert!((rooms.room_bytes * num_ranks) as u64 <= plan.receive_bytes);
+                assert!(rooms.home_bytes.iter().sum::<usize>() as u64 <= plan.return_bytes);
+            }
         }
     }
 }

@@ -23,7 +23,7 @@ use crate::dispatch::combine::{CombineMode, RowForm as ReturnedForm};
 use crate::dispatch::device::{Buffers, DeviceTokens, DeviceTransport, Echo, Forms, Stages, Way};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
 use crate::dispatch::placement::Placement;
-use crate::dispatch::region::Rooms;
+use crate::dispatch::region::{Rooms, RowSizes};
 use crate::dispatch::travel::Travel;
 use crate::env::EnvVars;
 use crate::exit::Exit;
@@ -118,11 +118,14 @@ impl Form {
     /// Room that chunks of so many tokens need.
     fn rooms(&self, shape: Shape, num_ranks: usize, num_tokens: usize) -> Rooms {
         let travel = self.forms(shape, num_ranks).travel;
-        let home_rows = if self.mode == CombineMode::Slot { shape.num_topk } else { shape.num_topk.min(num_ranks) };
-        Rooms {
-            room_bytes: num_tokens * travel.layout(shape.num_topk).row_bytes(),
-            home_bytes: num_tokens * home_rows * self.returned.row_bytes(shape.hidden),
-        }
+        let sizes = RowSizes {
+            num_ranks,
+            num_topk: shape.num_topk,
+            token_bytes: travel.layout(shape.num_topk).row_bytes(),
+            return_bytes: self.returned.row_bytes(shape.hidden),
+            per_slot: self.mode == CombineMode::Slot,
+        };
+        Rooms::new(&sizes, [num_tokens, 0])
     }
 }
 

@@ -14,7 +14,7 @@ use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
-use crate::dispatch::nvlink::Push;
+use crate::dispatch::nvlink::{Counts, Push};
 use crate::dispatch::region::{Flag, MAX_PEERS, Rooms};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::jit::kernels::live::{FromHost, Live, Settle, SettleArgs};
@@ -130,14 +130,9 @@ impl DeviceTransport {
     /// If memory that other ranks store into has to grow and can't.
     pub fn begin_alone(&self, world: &World, extent: LiveExtent, step: u64) -> Result<Option<Push>, CarryError> {
         let Way::Pushed(nvlink) = &self.way else { return Ok(None) };
-        let travel = self.stages.forms().travel;
-        let per_slot = travel.mode == CombineMode::Slot;
-        let home_rows = if per_slot { extent.num_topk } else { extent.num_topk.min(extent.num_ranks) };
-        let rooms = Rooms {
-            room_bytes: extent.max_tokens * travel.layout(extent.num_topk).row_bytes(),
-            home_bytes: extent.max_tokens * home_rows * self.return_bytes(),
-        };
-        Ok(Some(nvlink.begin(world, rooms, (self.layer, step))?))
+        // Replays know one home: their steps are whole.
+        let rooms = Rooms::new(&self.row_sizes(extent.num_ranks, extent.num_topk), [extent.max_tokens, 0]);
+        Ok(Some(nvlink.begin((world, &self.gpu), rooms, (self.layer, step), 0)?))
     }
 
     /// Queues what brings this rank's tokens to their experts and those of others here. `tokens` are all that there may be, and
@@ -157,10 +152,12 @@ impl DeviceTransport {
         let push = push.map(|push| push.with_live_word(live.word_address()));
         self.stages.count(buffers, tokens)?;
         if let (Some(push), Way::Pushed(nvlink)) = (&push, &self.way) {
-            nvlink.launch_tell(push, &buffers.totals, travel.placement, per_slot)?;
-            nvlink.queue_hear(push, Flag::Counts)?;
+            let totals = buffers.totals.address();
+            let counts = Counts { totals, of_step: 0, placement: travel.placement, per_slot };
+            nvlink.launch_tell(&self.gpu, push, &counts)?;
+            nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
             self.stages.pack(buffers, tokens, Some(push))?;
-            nvlink.queue_hear(push, Flag::Tokens)?;
+            nvlink.queue_hear(&self.gpu, push, Flag::Tokens)?;
         } else {
             self.stages.pack(buffers, tokens, None)?;
         }
@@ -227,7 +224,7 @@ impl DeviceTransport {
                 let homes = Some((Run::whole(0), push.raise(Flag::Rows)));
                 let runs = LiveRuns { runs: live.at(offset_of!(Live, homes)), count };
                 self.stages.queue_give_back(buffers, most, extent.num_topk, homes, runs)?;
-                nvlink.queue_hear(&push, Flag::Rows)?;
+                nvlink.queue_hear(&self.gpu, &push, Flag::Rows)?;
                 push.home()
             }
             _ => {
