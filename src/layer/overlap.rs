@@ -9,7 +9,8 @@
 //! ```
 //!
 //! Experts of a chunk follow its dispatch, its combine follows them, and the dispatch that takes the same buffers again is behind
-//! that combine in the same lane: nothing else has to be ordered. Hosts queue the same collectives in the same order on all ranks.
+//! that combine in the same lane: nothing else has to be ordered. What lies in other ranks' memory is [`crate::dispatch::region`]'s
+//! to argue. Hosts queue the same collectives in the same order on all ranks.
 //! They wait for counts, and where bytes go through them for bytes, once the experts of a chunk are queued that those waits lie
 //! under.
 

@@ -109,6 +109,12 @@ impl LiveStep {
         self.at(offset_of!(Live, from_host) + offset_of!(FromHost, num_tokens))
     }
 
+    /// Where the number of rows of this rank's experts lies, likewise.
+    #[must_use]
+    pub fn rows_address(&self) -> u64 {
+        self.at(offset_of!(Live, num_rows))
+    }
+
     fn word_address(&self) -> u64 {
         self.at(offset_of!(Live, from_host) + offset_of!(FromHost, word))
     }

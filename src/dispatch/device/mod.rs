@@ -9,6 +9,7 @@
 mod buffers;
 mod echo;
 mod live;
+mod recording;
 mod stages;
 mod two_level;
 
@@ -19,6 +20,7 @@ use std::time::Instant;
 pub use buffers::Buffers;
 pub use echo::Echo;
 pub use live::{LiveExtent, LiveStep};
+pub use recording::{Recorded, Recording, RoundTimes};
 pub use stages::{Forms, Stages};
 pub use two_level::TwoLevels;
 

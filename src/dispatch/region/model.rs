@@ -340,32 +340,21 @@ const STEPS: [&[Step]; 4] = [
     &[Step::Whole, Step::Overlapped(3)],
 ];
 
-fn with_a_deep_stack<T: Send>(f: impl FnOnce() -> T + Send) -> T {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().stack_size(1 << 28).spawn_scoped(scope, f).unwrap();
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })
-}
-
 #[test]
 fn two_ranks_overwrite_nothing_in_any_order() {
-    with_a_deep_stack(|| {
-        for steps in STEPS {
-            let places = Model::new(2, steps, None).go_everywhere();
-            let places = places.unwrap_or_else(|error| panic!("{steps:?}: {error}"));
-            assert!(places > 1000, "{steps:?}: {places} places");
-        }
-    });
+    for steps in STEPS {
+        let places = Model::new(2, steps, None).go_everywhere();
+        let places = places.unwrap_or_else(|error| panic!("{steps:?}: {error}"));
+        assert!(places > 1000, "{steps:?}: {places} places");
+    }
 }
 
 #[test]
 fn a_mistake_shows_in_some_order() {
-    with_a_deep_stack(|| {
-        for mistake in MISTAKES {
-            let shows = |steps: &&[Step]| Model::new(2, steps, Some(mistake)).go_everywhere().is_err();
-            assert!(STEPS.iter().any(shows), "{mistake:?}");
-        }
-    });
+    for mistake in MISTAKES {
+        let shows = |steps: &&[Step]| Model::new(2, steps, Some(mistake)).go_everywhere().is_err();
+        assert!(STEPS.iter().any(shows), "{mistake:?}");
+    }
 }
 
 fn random_steps(random: &mut Random) -> Vec<Step> {
