@@ -44,12 +44,24 @@ struct NvlinkArgs {
     u32 num_words;
     /// 1: each slot's row comes home by itself; 0: one row a rank.
     u32 per_slot;
+    /// What leaves, by destination. Only sent tagged.
+    const u8* packed;
+    /// From token to token of it, a multiple of 16; likewise of what is taken.
+    u64 row_bytes;
+    /// Where tagged tokens of rank 0 lie in a region; from rank to rank.
+    u64 tagged_at;
+    u64 tagged_bytes;
+    /// Where plain ones do; from rank to rank.
+    u64 rooms_at;
+    u64 room_bytes;
 };
 
 static_assert(sizeof(NvlinkArgs) == ARGUMENTS_BYTES, "NvlinkArgs is the host's");
 
 constexpr u32 kTellThreads = 128;
 constexpr u32 kHearWarps = 8;
+constexpr u32 kTaggedParts = 8;
+constexpr u32 kTaggedThreads = 256;
 constexpr u32 kWordsOfAlarm = 4;
 /// Kinds of alarms.
 constexpr u64 kLate = 1, kOther = 2;
@@ -138,6 +150,76 @@ DEVICE bool wait_for(const NvlinkArgs& args, u32 source) {
         }
         if (round > 64) pause();
     }
+}
+
+/// Words of tokens that lie between this rank and another, if there is room for so many: what a rank told may be nonsense,
+/// which the host refuses.
+DEVICE u64 num_words_of(const NvlinkArgs& args, u32 num_tokens) {
+    return min_of(num_tokens * (args.row_bytes / 4), args.tagged_bytes / 8);
+}
+
+/// kTaggedParts blocks a rank: stores this rank's tokens there, each word with its chunk's epoch in one store.
+///
+/// NOTE: an aligned access of 8 bytes is single; of 16 the halves are two accesses to the memory model.
+extern "C" __global__ void __launch_bounds__(kTaggedThreads) send_tagged(const __grid_constant__ NvlinkArgs args) {
+    const u32 to = blockIdx.x / kTaggedParts, part = blockIdx.x % kTaggedParts;
+    u32 before = 0;
+    for (u32 rank = 0; rank < to; ++rank) before += args.totals[rank];
+    const u32* words = reinterpret_cast<const u32*>(args.packed + before * args.row_bytes);
+    const u64 room = args.regions[to] + args.tagged_at + args.rank * args.tagged_bytes;
+    const u64 tag = word_of(args) & 0xffffffff00000000ull, num_words = num_words_of(args, args.totals[to]);
+    for (u64 word = part * kTaggedThreads + threadIdx.x; word < num_words; word += kTaggedParts * kTaggedThreads) {
+        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(room + 8 * word), "l"(tag | words[word]) : "memory");
+    }
+}
+
+/// Whether a tagged word has come. If not, the alarm is raised, once a block.
+DEVICE bool take_word(const NvlinkArgs& args, u32 source, u64 from, u32* to, u32* is_raised) {
+    const u64 begin = now_ns(), wanted = word_of(args);
+    const u64 alarm = args.regions[args.rank] + args.alarms_at + 8 * kWordsOfAlarm * source;
+    for (u32 round = 0;; ++round) {
+        u64 seen;
+        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+        if (seen >> 32 == wanted >> 32) {
+            *to = static_cast<u32>(seen);
+            return true;
+        }
+        if (round <= 64) continue;
+        pause();
+        const u64 state = load_acquire_system(alarm);
+        if (state == 0 && now_ns() - begin <= args.limit_ns) continue;
+        if (atomicExch(is_raised, 1u) != 0) return false;
+        const u64* cell = reinterpret_cast<const u64*>(alarm);
+        const u64 late = 1ull << 63 | kLate << 56 | static_cast<u64>(args.phase) << 48 |
+                         static_cast<u64>(args.rank) << 24 | source;
+        // Layer and step are not in a tag: of what came last the epoch alone is known.
+        if (state != 0) raise_alarm(args, source, state, cell[1], cell[2]);
+        else raise_alarm(args, source, late, wanted, seen & 0xffffffff00000000ull);
+        return false;
+    }
+}
+
+/// kTaggedParts blocks a rank: waits for its tokens, of which the counts have come, and makes plain ones of them.
+extern "C" __global__ void __launch_bounds__(kTaggedThreads) take_tagged(const __grid_constant__ NvlinkArgs args) {
+    __shared__ u32 is_raised;
+    const u32 source = blockIdx.x / kTaggedParts, part = blockIdx.x % kTaggedParts;
+    const u64 own = args.regions[args.rank];
+    if (threadIdx.x == 0) is_raised = 0;
+    __syncthreads();
+    const u32* told = reinterpret_cast<const u32*>(own + args.counts_at) + static_cast<u64>(source) * args.num_words;
+    const u64 num_words = num_words_of(args, *reinterpret_cast<const volatile u32*>(told));
+    const u64 room = own + args.tagged_at + source * args.tagged_bytes;
+    u32* plain = reinterpret_cast<u32*>(own + args.rooms_at + source * args.room_bytes);
+    bool has_come = true;
+    for (u64 word = part * kTaggedThreads + threadIdx.x; has_come && word < num_words;
+         word += kTaggedParts * kTaggedThreads) {
+        has_come = take_word(args, source, room + 8 * word, plain + word, &is_raised);
+    }
+    // What is queued behind is held back, as `hear` does.
+    if (__syncthreads_or(!has_come) == 0 || threadIdx.x != 0 || args.hold_ns == 0) return;
+    const u64 begin = now_ns();
+    while (now_ns() - begin < args.hold_ns) pause();
+    asm volatile("trap;");
 }
 
 /// A warp a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.

@@ -10,6 +10,7 @@
 //!                                    of the whole step where it was cut
 //! rooms    [num_ranks, room_bytes]   tokens from each rank
 //! homes    [home_bytes] of even chunks, [home_bytes] of odd ones    rows that come home, by the rank that they come from
+//! tagged   [num_ranks, tagged_bytes] few tokens from each rank: words of 4 bytes, each with its chunk's epoch behind it
 //! ```
 //!
 //! Nothing is taken back and nothing is acknowledged. In a chunk a rank raises its three flags at every rank, itself included,
@@ -18,6 +19,9 @@
 //! that is all that keeps anything from being overwritten. One thing has to be there twice: the last two chunks of a step in
 //! which chunks overlap send rows home with no counts between them ([`crate::dispatch::overlap::turns`]), so that homes, and the
 //! flags of rows, take turns. `model` tries it.
+//!
+//! Few tokens of a whole step ([`are_tagged`]) don't wait for counts: each word says of which chunk it is, and whoever stores them
+//! has had everybody's rows of the chunk before, which are behind the taking of its tokens.
 
 use crate::dispatch::capacity::BufferSizes;
 use crate::ids::{LayerIdx, Rank};
@@ -27,6 +31,21 @@ pub const MAX_PEERS: usize = 64;
 
 /// Words of an alarm's cell.
 pub const ALARM_WORDS: usize = 4;
+
+/// Tokens of a rank up to which a whole step's travel tagged: a word and its chunk's epoch in one store of 8 bytes, of which
+/// both halves are seen or neither, so that no fence, no flag and no counts are between a token and who waits for it. It doubles
+/// the bytes: between two H200s tagged stores alone were faster up to 8 tokens of 7 KB and slower from 64; that no counts go before
+/// is worth some 3 us more. Unmeasured here.
+pub const MAX_TAGGED_TOKENS: usize = 32;
+
+/// Whether tokens of a chunk of up to `chunk_tokens` tokens a rank are tagged; where chunks take turns they are not.
+#[must_use]
+pub fn are_tagged(chunk_tokens: usize, takes_turns: bool) -> bool {
+    chunk_tokens <= MAX_TAGGED_TOKENS && !takes_turns
+}
+
+/// Bytes of a tagged word for each of its own.
+const TAGGED_FACTOR: usize = 2;
 
 /// Homes, which chunks of a step take turns in where they overlap; else all have the first.
 pub const NUM_HOMES: usize = 2;
@@ -73,6 +92,12 @@ pub struct RowSizes {
     pub per_slot: bool,
 }
 
+/// Bytes of a rank's tagged tokens from all ranks, where steps bring up to `num_tokens` a rank.
+#[must_use]
+pub fn tagged_plan_bytes(sizes: &BufferSizes, num_tokens: usize) -> u64 {
+    (Rooms::new(&RowSizes::from(sizes), [num_tokens, 0]).tagged_bytes * sizes.num_ranks) as u64
+}
+
 impl From<&BufferSizes> for RowSizes {
     fn from(sizes: &BufferSizes) -> Self {
         let BufferSizes { num_ranks, num_topk, token_bytes, return_bytes, per_slot, .. } = *sizes;
@@ -87,6 +112,8 @@ pub struct Rooms {
     pub room_bytes: usize,
     /// Bytes of the rows that come home to a rank, at most, into either home.
     pub home_bytes: [usize; NUM_HOMES],
+    /// Bytes of the tagged tokens that one rank sends to one other, at most.
+    pub tagged_bytes: usize,
 }
 
 impl Rooms {
@@ -94,8 +121,10 @@ impl Rooms {
     #[must_use]
     pub fn new(sizes: &RowSizes, num_tokens: [usize; NUM_HOMES]) -> Self {
         let home_rows = if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) };
+        let most = num_tokens[0].max(num_tokens[1]);
         Self {
-            room_bytes: num_tokens[0].max(num_tokens[1]).saturating_mul(sizes.token_bytes),
+            room_bytes: most.saturating_mul(sizes.token_bytes),
+            tagged_bytes: most.min(MAX_TAGGED_TOKENS).saturating_mul(TAGGED_FACTOR * sizes.token_bytes),
             home_bytes: num_tokens.map(|tokens| tokens.saturating_mul(home_rows).saturating_mul(sizes.return_bytes)),
         }
     }
@@ -106,6 +135,7 @@ impl Rooms {
         Self {
             room_bytes: self.room_bytes.max(other.room_bytes),
             home_bytes: std::array::from_fn(|home| self.home_bytes[home].max(other.home_bytes[home])),
+            tagged_bytes: self.tagged_bytes.max(other.tagged_bytes),
         }
     }
 
@@ -129,7 +159,11 @@ impl Region {
     #[must_use]
     pub fn new(num_ranks: usize, num_local_experts: usize, rooms: Rooms) -> Self {
         let aligned = |bytes: usize| bytes.next_multiple_of(ALIGN);
-        let rooms = Rooms { room_bytes: aligned(rooms.room_bytes), home_bytes: rooms.home_bytes.map(aligned) };
+        let rooms = Rooms {
+            room_bytes: aligned(rooms.room_bytes),
+            home_bytes: rooms.home_bytes.map(aligned),
+            tagged_bytes: aligned(rooms.tagged_bytes),
+        };
         Self { num_ranks, num_words: (2 + 2 * num_local_experts).next_multiple_of(4), rooms }
     }
 
@@ -178,10 +212,16 @@ impl Region {
         self.room_at(self.num_ranks) + self.rooms.home_bytes[..home].iter().sum::<usize>()
     }
 
+    /// Where tagged tokens of `source` lie.
+    #[must_use]
+    pub fn tagged_at(&self, source: usize) -> usize {
+        self.home_at(NUM_HOMES) + source * self.rooms.tagged_bytes
+    }
+
     /// Its size.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        self.home_at(NUM_HOMES)
+        self.tagged_at(self.num_ranks)
     }
 }
 
@@ -309,8 +349,9 @@ mod tests {
             num_local_experts in 0usize..900,
             room_bytes in 0usize..1 << 30,
             home_bytes in [0usize..1 << 30, 0..1 << 30],
+            tagged_bytes in 0usize..1 << 20,
         ) {
-            let rooms = Rooms { room_bytes, home_bytes };
+            let rooms = Rooms { room_bytes, home_bytes, tagged_bytes };
             let region = Region::new(num_ranks, num_local_experts, rooms);
             let flags = [(Flag::Counts, 0), (Flag::Tokens, 0), (Flag::Rows, 0), (Flag::Rows, 1)];
             let mut parts: Vec<(usize, usize)> =
@@ -320,6 +361,7 @@ mod tests {
             parts.push((region.counts_at(), 4 * num_ranks * (2 + 2 * num_local_experts)));
             parts.extend((0..num_ranks).map(|source| (region.room_at(source), room_bytes)));
             parts.extend((0..NUM_HOMES).map(|home| (region.home_at(home), home_bytes[home])));
+            parts.extend((0..num_ranks).map(|source| (region.tagged_at(source), tagged_bytes)));
             parts.push((region.num_bytes(), 0));
             for pair in parts.windows(2) {
                 prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
@@ -390,6 +432,14 @@ mod tests {
             };
             let (rooms, plan) = (Rooms::new(&RowSizes::from(&sizes), [100, 0]), BufferPlan::new(&sizes, 100));
             assert_eq!((rooms.room_bytes * num_ranks) as u64, plan.receive_bytes);
+            for tokens in [1, 32, 33, 100] {
+                let rooms = Rooms::new(&RowSizes::from(&sizes), [tokens, 0]);
+                let tagged = tagged_plan_bytes(&sizes, tokens);
+                assert_eq!((rooms.tagged_bytes * num_ranks) as u64, tagged);
+                assert!(
+                    rooms.tagged_bytes >= if are_tagged(tokens, false) { 2 * tokens * sizes.token_bytes } else { 0 }
+                );
+            }
             assert!(rooms.home_bytes[0] as u64 <= plan.return_bytes && rooms.home_bytes[1] == 0);
             // Half of it, or as many again, in a second home.
             for second in [50, 100] {

@@ -1,11 +1,11 @@
 //! What a session's buffers take, said and checked before anything is allocated.
 
 use crate::backend;
-use crate::config::{Deployment, Overlap};
+use crate::config::{Deployment, Overlap, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
 use crate::dispatch::overlap::tokens_in_buffers;
 use crate::dispatch::placement::Placement;
-use crate::dispatch::region::{Rooms, RowSizes};
+use crate::dispatch::region::{Rooms, RowSizes, tagged_plan_bytes};
 use crate::dispatch::travel::buffer_sizes;
 use crate::gpu::Gpu;
 use crate::host;
@@ -47,7 +47,13 @@ pub(super) fn plan_buffers(
         } else {
             tokens_at_once
         };
-        BufferPlan::new(&buffer_sizes(geometry, decision, num_experts, forwards), tokens)
+        let sizes = buffer_sizes(geometry, decision, num_experts, forwards);
+        let mut plan = BufferPlan::new(&sizes, tokens);
+        let transport = selected.selection.layer(decision.layer).map(|selected| selected.transport);
+        if transport == Some(Transport::Nvlink) {
+            plan.receive_bytes += tagged_plan_bytes(&sizes, tokens_at_once);
+        }
+        plan
     };
     let buffers =
         plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();

@@ -15,7 +15,7 @@ use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
 use crate::dispatch::nvlink::{Counts, Push};
-use crate::dispatch::region::{Flag, MAX_PEERS, Rooms};
+use crate::dispatch::region::{Flag, MAX_PEERS, Rooms, are_tagged};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::jit::kernels::live::{FromHost, Live, Settle, SettleArgs};
 use crate::jit::kernels::nvlink::Run;
@@ -161,9 +161,17 @@ impl DeviceTransport {
             let totals = buffers.totals.address();
             let counts = Counts { totals, of_step: 0, placement: travel.placement, per_slot };
             nvlink.launch_tell(&self.gpu, push, &counts)?;
-            nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
-            self.stages.pack(buffers, tokens, Some(push))?;
-            nvlink.queue_hear(&self.gpu, push, Flag::Tokens)?;
+            if are_tagged(extent.max_tokens, self.takes_turns) {
+                let row_bytes = travel.layout(extent.num_topk).row_bytes();
+                self.stages.pack(buffers, tokens, None)?;
+                nvlink.send_tagged(&self.gpu, push, (&buffers.packed, &buffers.totals), row_bytes)?;
+                nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
+                nvlink.take_tagged(&self.gpu, push, row_bytes)?;
+            } else {
+                nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
+                self.stages.pack(buffers, tokens, Some(push))?;
+                nvlink.queue_hear(&self.gpu, push, Flag::Tokens)?;
+            }
         } else {
             self.stages.pack(buffers, tokens, None)?;
         }

@@ -31,7 +31,7 @@ use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{Miscount, ReceivedCounts, SentCounts, message_len};
 use crate::dispatch::nvlink::{Counts, Nvlink, Push};
 use crate::dispatch::overlap::set_of;
-use crate::dispatch::region::{Flag, Rooms, RowSizes};
+use crate::dispatch::region::{Flag, Rooms, RowSizes, are_tagged};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::Run;
@@ -282,11 +282,20 @@ impl DeviceTransport {
         let of_step = self.count_step_for_device(buffers, tokens)?;
         self.stages.count(buffers, tokens)?;
         let counts = Counts { totals: buffers.totals.address(), of_step, placement, per_slot };
-        nvlink.exchange_counts(place, &push, &counts)?;
-        self.gpu.move_mark(&mut buffers.counted)?;
-        self.stages.pack(buffers, tokens, Some(&push))?;
-        // Hearing needs no count of the host's either.
-        nvlink.hear(place, &push, Flag::Tokens)?;
+        if are_tagged(chunk_tokens, self.takes_turns) {
+            nvlink.launch_tell(&self.gpu, &push, &counts)?;
+            self.stages.pack(buffers, tokens, None)?;
+            nvlink.send_tagged(&self.gpu, &push, (&buffers.packed, &buffers.totals), row_bytes)?;
+            nvlink.hear(place, &push, Flag::Counts)?;
+            self.gpu.move_mark(&mut buffers.counted)?;
+            nvlink.take_tagged(&self.gpu, &push, row_bytes)?;
+        } else {
+            nvlink.exchange_counts(place, &push, &counts)?;
+            self.gpu.move_mark(&mut buffers.counted)?;
+            self.stages.pack(buffers, tokens, Some(&push))?;
+            // Hearing needs no count of the host's either.
+            nvlink.hear(place, &push, Flag::Tokens)?;
+        }
         self.gpu.count_wait();
         nvlink.wait(place, "counts of what comes", &buffers.counted)?;
         let sent = SentCounts::new(placement, &buffers.host_totals, (tokens.tokens.len(), num_topk))?;

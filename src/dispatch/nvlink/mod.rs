@@ -16,7 +16,7 @@ pub use join::{NvlinkOptions, Prepared};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::placement::Placement;
 use crate::dispatch::region::{ALARM_WORDS, Alarm, ChunkTag, Flag, MAX_PEERS, Region, Rooms};
-use crate::gpu::{Gpu, Mark, count_growth};
+use crate::gpu::{Gpu, GpuError, Mark, count_growth};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::{NvlinkArgs, NvlinkKernels, Raise, Run};
 use crate::world::World;
@@ -32,11 +32,32 @@ const STORING: &str = "stores into other ranks' memory";
 #[derive(Debug)]
 pub struct Nvlink {
     options: NvlinkOptions,
-    tell: Function,
-    hear: Function,
+    functions: Functions,
     state: RefCell<Option<State>>,
     /// Behind what a wait of its own is for.
     mark: RefCell<Mark>,
+}
+
+/// The kernels of `kernels/nvlink.cu`.
+#[derive(Debug)]
+struct Functions {
+    tell: Function,
+    hear: Function,
+    send: Function,
+    take: Function,
+}
+
+impl Functions {
+    fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let request = NvlinkKernels.request(gpu.arch());
+        let load = |name| gpu.function(request.clone(), name, 0);
+        Ok(Self {
+            tell: load(NvlinkKernels::TELL)?,
+            hear: load(NvlinkKernels::HEAR)?,
+            send: load(NvlinkKernels::SEND)?,
+            take: load(NvlinkKernels::TAKE)?,
+        })
+    }
 }
 
 /// What there is until it is given up.
@@ -158,8 +179,8 @@ impl Push {
 }
 
 impl Nvlink {
-    fn new(options: NvlinkOptions, (tell, hear): (Function, Function), mark: Mark, state: State) -> Self {
-        Self { options, tell, hear, state: RefCell::new(Some(state)), mark: RefCell::new(mark) }
+    fn new(options: NvlinkOptions, functions: Functions, mark: Mark, state: State) -> Self {
+        Self { options, functions, state: RefCell::new(Some(state)), mark: RefCell::new(mark) }
     }
 
     fn with<T>(&self, f: impl FnOnce(&mut State) -> Result<T, NvlinkError>) -> Result<T, NvlinkError> {
@@ -185,7 +206,7 @@ impl Nvlink {
         self.with(|state| {
             let args = NvlinkArgs { hold_ns: 0, limit_ns: 0, ..self.args(state, &push, Flag::Counts) };
             let args = NvlinkArgs { host_counts: state.host_counts.address(), ..args };
-            self.launch(gpu, &self.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)?;
+            self.launch(gpu, &self.functions.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)?;
             gpu.stream().synchronise()?;
             let wanted = |peer: usize| Rank::from_index(peer).0 + 1;
             let told = state.host_counts.chunks_exact(state.own.region.num_words()).take(num_ranks);
@@ -271,7 +292,7 @@ impl Nvlink {
                 per_slot: u32::from(counts.per_slot),
                 ..self.args(state, push, Flag::Counts)
             };
-            self.launch(lane, &self.tell, NvlinkKernels::tell_shape(args.num_ranks), &args)
+            self.launch(lane, &self.functions.tell, NvlinkKernels::tell_shape(args.num_ranks), &args)
         })
     }
 
@@ -302,7 +323,38 @@ impl Nvlink {
         self.with(|state| {
             let counts = if flag == Flag::Counts { state.host_counts.address() } else { 0 };
             let args = NvlinkArgs { host_counts: counts, ..self.args(state, push, flag) };
-            self.launch(lane, &self.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)
+            self.launch(lane, &self.functions.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)
+        })
+    }
+
+    /// Queues the way of `packed`, tokens of `row_bytes` by destination as `totals` counts them, into every rank's memory with
+    /// their tags: before anybody's counts are heard, which says that all have had room.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn send_tagged(
+        &self,
+        lane: &Gpu,
+        push: &Push,
+        (packed, totals): (&DeviceBuffer<u8>, &DeviceBuffer<u32>),
+        row_bytes: usize,
+    ) -> Result<(), NvlinkError> {
+        self.with(|state| {
+            let (packed, totals) = (packed.address(), totals.address());
+            let args =
+                NvlinkArgs { packed, totals, row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
+            self.launch(lane, &self.functions.send, NvlinkKernels::tagged_shape(args.num_ranks), &args)
+        })
+    }
+
+    /// Queues a wait for everybody's, whose counts have been heard: they then lie where those that are not tagged do.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn take_tagged(&self, lane: &Gpu, push: &Push, row_bytes: usize) -> Result<(), NvlinkError> {
+        self.with(|state| {
+            let args = NvlinkArgs { row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
+            self.launch(lane, &self.functions.take, NvlinkKernels::tagged_shape(args.num_ranks), &args)
         })
     }
 
@@ -392,6 +444,12 @@ impl Nvlink {
             num_experts: 0,
             num_words: narrow(region.num_words()),
             per_slot: 0,
+            packed: 0,
+            row_bytes: 0,
+            tagged_at: region.tagged_at(0) as u64,
+            tagged_bytes: region.rooms().tagged_bytes as u64,
+            rooms_at: region.room_at(0) as u64,
+            room_bytes: region.rooms().room_bytes as u64,
         }
     }
 

@@ -15,6 +15,8 @@ use crate::random::Random;
 enum Step {
     /// In one stream; replays, and chunks one after the other, are no different.
     Whole,
+    /// The same of few tokens, which travel tagged.
+    Few,
     /// So many chunks in two lanes.
     Overlapped(usize),
 }
@@ -36,9 +38,11 @@ enum Mistake {
     NotComputed,
     /// The session's stream goes on before the last rows are home.
     NotMet,
+    /// Tokens of chunks that overlap are tagged, for which there is one place.
+    TaggedInTurns,
 }
 
-const MISTAKES: [Mistake; 7] = [
+const MISTAKES: [Mistake; 8] = [
     Mistake::OneHome,
     Mistake::OneFlagOfRows,
     Mistake::PackedAtOnce,
@@ -46,6 +50,7 @@ const MISTAKES: [Mistake; 7] = [
     Mistake::RaisedFirst,
     Mistake::NotComputed,
     Mistake::NotMet,
+    Mistake::TaggedInTurns,
 ];
 
 /// What a lane does next; addresses are those of a rank's region, or beside it of what it has for itself.
@@ -83,7 +88,7 @@ struct Writer {
 
 impl Writer {
     fn new((num_ranks, rank): (usize, usize), mistake: Option<Mistake>) -> Self {
-        let rooms = Rooms { room_bytes: 1, home_bytes: [num_ranks; NUM_HOMES] };
+        let rooms = Rooms { room_bytes: 1, home_bytes: [num_ranks; NUM_HOMES], tagged_bytes: 1 };
         let region = Region::new(num_ranks, 1, rooms);
         Self { region, rank, num_ranks, mistake, lanes: Lanes::default(), num_marks: 0, held_back: Vec::new() }
     }
@@ -154,6 +159,19 @@ impl Writer {
         }
     }
 
+    fn dispatch_few(&mut self, lane: usize, word: u64) {
+        let (rank, region) = (self.rank, self.region);
+        let counts = move |rank: usize| region.counts_at() + 4 * region.num_words() * rank;
+        self.store_all(lane, counts(rank), word);
+        self.raise(lane, (Flag::Counts, 0), word);
+        self.store_all(lane, region.tagged_at(rank), word);
+        self.hear(lane, (Flag::Counts, 0), word);
+        self.all(lane, |from| Op::Read { at: counts(from), word });
+        self.all(lane, |from| Op::Hear { at: region.tagged_at(from), word });
+        self.all(lane, |from| Op::Store { to: rank, at: region.room_at(from), word });
+        self.all(lane, |from| Op::Read { at: region.room_at(from), word });
+    }
+
     fn experts(&mut self, set: usize, word: u64) {
         self.lanes[COMPUTE].push(Op::Store { to: self.rank, at: ROWS_AT + set, word });
     }
@@ -177,7 +195,11 @@ impl Writer {
         for turn in turns(num_chunks) {
             match turn {
                 Turn::Dispatch(chunk) => {
-                    self.dispatch(TRAVEL, word(chunk));
+                    if self.mistake == Some(Mistake::TaggedInTurns) {
+                        self.dispatch_few(TRAVEL, word(chunk));
+                    } else {
+                        self.dispatch(TRAVEL, word(chunk));
+                    }
                     unpacked[set_of(chunk)] = self.mark(TRAVEL);
                 }
                 Turn::Experts(chunk) => {
@@ -211,8 +233,11 @@ fn lanes((num_ranks, rank): (usize, usize), steps: &[Step], mistake: Option<Mist
             ChunkTag::after(epoch + chunk, LayerIdx(0), step as u64).word()
         };
         match *kind {
-            Step::Whole => {
-                writer.dispatch(COMPUTE, word(0));
+            Step::Whole | Step::Few => {
+                match kind {
+                    Step::Few => writer.dispatch_few(COMPUTE, word(0)),
+                    _ => writer.dispatch(COMPUTE, word(0)),
+                }
                 writer.experts(0, word(0));
                 writer.combine(COMPUTE, 0, word(0));
                 epoch += 1;
@@ -335,7 +360,10 @@ impl Model {
     }
 }
 
-const STEPS: [&[Step]; 4] = [
+const STEPS: [&[Step]; 7] = [
+    &[Step::Few, Step::Few],
+    &[Step::Whole, Step::Few],
+    &[Step::Overlapped(2), Step::Few, Step::Whole],
     &[Step::Whole, Step::Whole],
     &[Step::Overlapped(2), Step::Whole],
     &[Step::Overlapped(1), Step::Overlapped(2)],
@@ -361,8 +389,11 @@ fn a_mistake_shows_in_some_order() {
 
 fn random_steps(random: &mut Random) -> Vec<Step> {
     let num_steps = 1 + random.below(4);
-    let step =
-        |random: &mut Random| if random.below(3) == 0 { Step::Whole } else { Step::Overlapped(1 + random.below(5)) };
+    let step = |random: &mut Random| match random.below(6) {
+        0 => Step::Whole,
+        1 | 2 => Step::Few,
+        _ => Step::Overlapped(1 + random.below(5)),
+    };
     (0..num_steps).map(|_| step(random)).collect()
 }
 

@@ -91,10 +91,19 @@ pub struct NvlinkArgs {
     pub num_experts: u32,
     pub num_words: u32,
     pub per_slot: u32,
+    pub packed: u64,
+    pub row_bytes: u64,
+    pub tagged_at: u64,
+    pub tagged_bytes: u64,
+    pub rooms_at: u64,
+    pub room_bytes: u64,
 }
 
 /// `kTellThreads` of `kernels/nvlink.cu`.
 const TELL_THREADS: u32 = 128;
+/// `kTaggedParts` and `kTaggedThreads` there: a word of one token of 7 KB for each thread.
+const TAGGED_PARTS: u32 = 8;
+const TAGGED_THREADS: u32 = 256;
 /// `kHearWarps` there.
 const HEAR_WARPS: u32 = 8;
 const WARP: u32 = 32;
@@ -109,6 +118,17 @@ impl NvlinkKernels {
     pub const TELL: &'static str = "tell";
     /// Waits for what every rank tells; a warp a rank.
     pub const HEAR: &'static str = "hear";
+
+    /// Stores packed tokens with their tags into every rank's memory.
+    pub const SEND: &'static str = "send_tagged";
+    /// Waits for tagged tokens of every rank, and makes plain ones of them where others store those.
+    pub const TAKE: &'static str = "take_tagged";
+
+    /// The launch of `send_tagged` and `take_tagged`.
+    #[must_use]
+    pub fn tagged_shape(num_ranks: u32) -> LaunchShape {
+        LaunchShape::rows(num_ranks * TAGGED_PARTS, TAGGED_THREADS)
+    }
 
     /// The launch of `tell`.
     #[must_use]

@@ -15,7 +15,7 @@ use crate::dispatch::device::{Buffers, DeviceTokens, DeviceTransport, Echo, Way}
 use crate::dispatch::layout::{CombineForm, PayloadForm};
 use crate::dispatch::overlap::{NUM_SETS, Turn, set_of, turns};
 use crate::dispatch::placement::Placement;
-use crate::dispatch::region::Rooms;
+use crate::dispatch::region::{MAX_TAGGED_TOKENS, Rooms};
 use crate::gpu::{Gpu, GpuError, Mark};
 use crate::ids::Rank;
 
@@ -51,7 +51,9 @@ struct Drawn {
 impl Drawn {
     fn new(noise: &mut Noise, num_ranks: usize, max_chunks: usize) -> Self {
         let layer = below(noise, FORMS.len());
-        let num_tokens = (0..num_ranks).map(|_| if below(noise, 8) == 0 { 0 } else { below(noise, MAX_TOKENS + 1) });
+        // Few tokens may travel another way.
+        let most = if below(noise, 4) == 0 { MAX_TAGGED_TOKENS } else { MAX_TOKENS };
+        let num_tokens = (0..num_ranks).map(|_| if below(noise, 8) == 0 { 0 } else { below(noise, most + 1) });
         let num_tokens = num_tokens.collect();
         let num_chunks = if max_chunks > 1 { 1 + below(noise, max_chunks) } else { 1 };
         Self { layer, num_tokens, num_chunks }
