@@ -124,6 +124,35 @@ fn one_gpu_nvlink_random_steps_of_16_ranks() {
     random_steps(16, 100, "host,nvlink");
 }
 
+/// Dispatch and combine are replayed on one rank, over MPI's stages and by stores into its own memory, tagged and plain.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_travel_of_1_rank_is_replayed() {
+    travel_is_replayed(1, "host,nvlink", &["host", "nvlink"]);
+}
+
+#[test]
+#[ignore = "needs two GPUs, NVRTC and NCCL"]
+fn two_gpus_nvlink_travel_is_replayed() {
+    travel_is_replayed(2, "nccl,nvlink", &["nvlink"]);
+}
+
+/// Of `transports`, those of `replayed` can do without hosts; bits are those of steps that hosts follow.
+fn travel_is_replayed(ranks: usize, transports: &str, replayed: &[&str]) {
+    let job = mpirun(ranks).args(["bench", "--travel", "--geometry=kimi-k3", "--json", "--repeats=3"]);
+    let job = job.args(["--tokens=1,32,33,300".to_owned(), format!("--transports={transports}")]);
+    let job = libraries().into_iter().fold(job, |job, (name, value)| job.env(name, &value));
+    let outcome = job.run().expect_code(0);
+    let report: serde_json::Value = serde_json::from_str(&outcome.stdout).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 4 * transports.split(',').count(), "{report}");
+    for row in rows {
+        let is_wanted = replayed.iter().any(|transport| row["transport"] == *transport);
+        assert!(row["is_alike"] == true && row["replayed"].is_object() == is_wanted, "{row}");
+        assert!(!is_wanted || row["replayed"]["dispatch_us"].as_f64().is_some_and(|us| us > 0.0), "{row}");
+    }
+}
+
 /// Chunks overlap over each transport, in two lanes and memory that takes turns, and every way gives the same sums.
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
