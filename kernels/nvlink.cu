@@ -60,8 +60,10 @@ static_assert(sizeof(NvlinkArgs) == ARGUMENTS_BYTES, "NvlinkArgs is the host's")
 
 constexpr u32 kTellThreads = 128;
 constexpr u32 kHearWarps = 8;
-constexpr u32 kTaggedParts = 8;
+constexpr u32 kTaggedParts = 16;
 constexpr u32 kTaggedThreads = 256;
+/// From a thread's word to its next; and words that are under way at once.
+constexpr u32 kTaggedStride = kTaggedParts * kTaggedThreads, kTaggedBatch = 4;
 constexpr u32 kWordsOfAlarm = 4;
 /// Kinds of alarms.
 constexpr u64 kLate = 1, kOther = 2;
@@ -168,22 +170,32 @@ extern "C" __global__ void __launch_bounds__(kTaggedThreads) send_tagged(const _
     const u32* words = reinterpret_cast<const u32*>(args.packed + before * args.row_bytes);
     const u64 room = args.regions[to] + args.tagged_at + args.rank * args.tagged_bytes;
     const u64 tag = word_of(args) & 0xffffffff00000000ull, num_words = num_words_of(args, args.totals[to]);
-    for (u64 word = part * kTaggedThreads + threadIdx.x; word < num_words; word += kTaggedParts * kTaggedThreads) {
-        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(room + 8 * word), "l"(tag | words[word]) : "memory");
+    for (u64 first = part * kTaggedThreads + threadIdx.x; first < num_words; first += kTaggedBatch * kTaggedStride) {
+        u32 values[kTaggedBatch];
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) values[i] = words[min_of(first + i * kTaggedStride, num_words - 1)];
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) {
+            const u64 word = first + i * kTaggedStride;
+            if (word >= num_words) break;
+            asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(room + 8 * word), "l"(tag | values[i]) : "memory");
+        }
     }
 }
 
-/// Whether a tagged word has come. If not, the alarm is raised, once a block.
-DEVICE bool take_word(const NvlinkArgs& args, u32 source, u64 from, u32* to, u32* is_raised) {
+DEVICE u64 load_relaxed_system(u64 address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+/// Waits for a tagged word that has not come yet. If it does not, the alarm is raised, once a block.
+DEVICE bool wait_for_word(const NvlinkArgs& args, u32 source, u64 from, u64& seen, u32* is_raised) {
     const u64 begin = now_ns(), wanted = word_of(args);
     const u64 alarm = args.regions[args.rank] + args.alarms_at + 8 * kWordsOfAlarm * source;
     for (u32 round = 0;; ++round) {
-        u64 seen;
-        asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
-        if (seen >> 32 == wanted >> 32) {
-            *to = static_cast<u32>(seen);
-            return true;
-        }
+        seen = load_relaxed_system(from);
+        if (seen >> 32 == wanted >> 32) return true;
         if (round <= 64) continue;
         pause();
         const u64 state = load_acquire_system(alarm);
@@ -210,10 +222,22 @@ extern "C" __global__ void __launch_bounds__(kTaggedThreads) take_tagged(const _
     const u64 num_words = num_words_of(args, *reinterpret_cast<const volatile u32*>(told));
     const u64 room = own + args.tagged_at + source * args.tagged_bytes;
     u32* plain = reinterpret_cast<u32*>(own + args.rooms_at + source * args.room_bytes);
+    const u64 tag = word_of(args) >> 32;
     bool has_come = true;
-    for (u64 word = part * kTaggedThreads + threadIdx.x; has_come && word < num_words;
-         word += kTaggedParts * kTaggedThreads) {
-        has_come = take_word(args, source, room + 8 * word, plain + word, &is_raised);
+    for (u64 first = part * kTaggedThreads + threadIdx.x; has_come && first < num_words;
+         first += kTaggedBatch * kTaggedStride) {
+        u64 seen[kTaggedBatch];
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) {
+            seen[i] = load_relaxed_system(room + 8 * min_of(first + i * kTaggedStride, num_words - 1));
+        }
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) {
+            const u64 word = first + i * kTaggedStride;
+            if (word >= num_words || !has_come) break;
+            if (seen[i] >> 32 != tag) has_come = wait_for_word(args, source, room + 8 * word, seen[i], &is_raised);
+            plain[word] = static_cast<u32>(seen[i]);
+        }
     }
     // What is queued behind is held back, as `hear` does.
     if (__syncthreads_or(!has_come) == 0 || threadIdx.x != 0 || args.hold_ns == 0) return;

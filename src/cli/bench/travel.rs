@@ -292,9 +292,9 @@ fn measure(
                 let first = first.get_or_insert_with(|| timed.out.clone());
                 let mut is_alike = *first == timed.out;
                 let replayed = step.replay(&mut buffers, repeats)?;
-                let replayed = replayed.map(|(times, sums)| {
+                let replayed = replayed.map(|Replay { times_us, sums }| {
                     is_alike &= *first == sums;
-                    Replayed::new(times, [timed.dispatch_bytes, timed.combine_bytes])
+                    Replayed::new(times_us, [timed.dispatch_bytes, timed.combine_bytes])
                 });
                 let is_like_goals = world.size() == 2 && payload == PayloadForm::Bf16 && row_form == RowForm::Uniform;
                 let goal = goals::of(geometry, num_tokens).filter(|_| is_like_goals);
@@ -343,6 +343,14 @@ struct Timed {
     out: Vec<f32>,
 }
 
+/// What rounds of a replay took.
+struct Replay {
+    /// Dispatch and combine.
+    times_us: [f64; 2],
+    /// What came home.
+    sums: Vec<f32>,
+}
+
 impl Step<'_> {
     fn time(&mut self, buffers: &mut Buffers, repeats: usize) -> Result<Timed, Failure> {
         let Bench { world, gpu, .. } = *self.bench;
@@ -366,8 +374,8 @@ impl Step<'_> {
         Ok(Timed { dispatch_us: median(&dispatch), combine_us: median(&combine), dispatch_bytes, combine_bytes, out })
     }
 
-    /// The same in replays, where no host has to follow: what a round's dispatch and combine took, and what came home.
-    fn replay(&mut self, buffers: &mut Buffers, repeats: usize) -> Result<Option<([f64; 2], Vec<f32>)>, Failure> {
+    /// The same in replays, where no host has to follow.
+    fn replay(&mut self, buffers: &mut Buffers, repeats: usize) -> Result<Option<Replay>, Failure> {
         let Bench { world, gpu, .. } = *self.bench;
         let num_values = self.num_tokens * self.shape.hidden;
         let mut out = world.agree(DeviceBuffer::zeroed(gpu.stream(), num_values).map_err(GpuError::from))?;
@@ -391,7 +399,7 @@ impl Step<'_> {
             }
         }
         let sums = world.agree(recording.sums().map_err(GpuError::from))?;
-        Ok(Some(([median(&dispatch), median(&combine)], sums)))
+        Ok(Some(Replay { times_us: [median(&dispatch), median(&combine)], sums }))
     }
 
     fn device_tokens(&self, step: u64) -> DeviceTokens<'_> {

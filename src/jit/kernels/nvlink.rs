@@ -101,8 +101,8 @@ pub struct NvlinkArgs {
 
 /// `kTellThreads` of `kernels/nvlink.cu`.
 const TELL_THREADS: u32 = 128;
-/// `kTaggedParts` and `kTaggedThreads` there: a word of one token of 7 KB for each thread.
-const TAGGED_PARTS: u32 = 8;
+/// `kTaggedParts` and `kTaggedThreads` there: a word of two tokens of 7 KB for each thread.
+const TAGGED_PARTS: u32 = 16;
 const TAGGED_THREADS: u32 = 256;
 /// `kHearWarps` there.
 const HEAR_WARPS: u32 = 8;
