@@ -153,6 +153,13 @@ fn travel_is_replayed(ranks: usize, transports: &str, replayed: &[&str]) {
     }
 }
 
+/// One rank waits on its device, for its own stores: with no host between dispatch, experts and combine of two chunks.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_overlapping_random_steps_of_1_rank() {
+    random_steps_of(1, (300, 5), "host,nvlink");
+}
+
 /// Chunks overlap over each transport, in two lanes and memory that takes turns, and every way gives the same sums.
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
