@@ -54,6 +54,9 @@ struct NvlinkArgs {
     /// Where plain ones do; from rank to rank.
     u64 rooms_at;
     u64 room_bytes;
+    /// Words of each rank's counts that the host is to have, a multiple of 4.
+    u32 num_heard;
+    u32 padding;
 };
 
 static_assert(sizeof(NvlinkArgs) == ARGUMENTS_BYTES, "NvlinkArgs is the host's");
@@ -246,6 +249,13 @@ extern "C" __global__ void __launch_bounds__(kTaggedThreads) take_tagged(const _
     asm volatile("trap;");
 }
 
+DEVICE Word4 load_volatile4(u64 address) {
+    Word4 w;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(address) : "memory");
+    return w;
+}
+
 /// A warp a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.
 extern "C" __global__ void __launch_bounds__(kHearWarps * kWarp) hear(const __grid_constant__ NvlinkArgs args) {
     const u32 source = blockIdx.x * kHearWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -259,9 +269,20 @@ extern "C" __global__ void __launch_bounds__(kHearWarps * kWarp) hear(const __gr
         asm volatile("trap;");
     }
     if (args.host_counts == nullptr) return;
+    // Several at once: one after the other each would wait for the memory.
+    constexpr u32 kBatch = 8;
     const u64 first = static_cast<u64>(source) * args.num_words;
-    const u32* counts = reinterpret_cast<const u32*>(args.regions[args.rank] + args.counts_at) + first;
-    for (u32 word = lane; word < args.num_words; word += kWarp) {
-        args.host_counts[first + word] = *reinterpret_cast<const volatile u32*>(counts + word);
+    const u64 counts = args.regions[args.rank] + args.counts_at + 4 * first;
+    Word4* host = reinterpret_cast<Word4*>(args.host_counts + first);
+    for (u32 at = lane; at < args.num_heard / 4; at += kBatch * kWarp) {
+        Word4 words[kBatch];
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            words[i] = load_volatile4(counts + 16 * min_of(at + i * kWarp, args.num_heard / 4 - 1));
+        }
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            if (at + i * kWarp < args.num_heard / 4) host[at + i * kWarp] = words[i];
+        }
     }
 }

@@ -150,7 +150,7 @@ impl Rooms {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
     num_ranks: usize,
-    num_words: usize,
+    num_local_experts: usize,
     rooms: Rooms,
 }
 
@@ -164,7 +164,7 @@ impl Region {
             home_bytes: rooms.home_bytes.map(aligned),
             tagged_bytes: aligned(rooms.tagged_bytes),
         };
-        Self { num_ranks, num_words: (2 + 2 * num_local_experts).next_multiple_of(4), rooms }
+        Self { num_ranks, num_local_experts, rooms }
     }
 
     /// Room there is.
@@ -176,7 +176,13 @@ impl Region {
     /// From rank to rank of counts, in words.
     #[must_use]
     pub fn num_words(&self) -> usize {
-        self.num_words
+        self.num_told(true)
+    }
+
+    /// Words of what a rank tells, with rows of a whole step or without; a multiple of 4.
+    #[must_use]
+    pub fn num_told(&self, with_step: bool) -> usize {
+        (2 + self.num_local_experts * if with_step { 2 } else { 1 }).next_multiple_of(4)
     }
 
     /// `[num_ranks]` flags; those of rows go with `home`.
@@ -202,7 +208,7 @@ impl Region {
     #[must_use]
     pub fn room_at(&self, source: usize) -> usize {
         self.counts_at()
-            + (4 * self.num_words * self.num_ranks).next_multiple_of(ALIGN)
+            + (4 * self.num_words() * self.num_ranks).next_multiple_of(ALIGN)
             + source * self.rooms.room_bytes
     }
 

@@ -280,6 +280,7 @@ impl DeviceTransport {
         let rooms = Rooms::new(&self.row_sizes(world.size(), num_topk), [chunk_tokens, second_home]);
         let push = nvlink.begin(place, rooms, (self.layer, tokens.step), home)?;
         let of_step = self.count_step_for_device(buffers, tokens)?;
+        let push = push.telling_step(of_step != 0);
         self.stages.count(buffers, tokens)?;
         let counts = Counts { totals: buffers.totals.address(), of_step, placement, per_slot };
         if are_tagged(chunk_tokens, self.takes_turns) {

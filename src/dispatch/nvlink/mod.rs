@@ -87,6 +87,8 @@ pub struct Push {
     num_ranks: usize,
     /// Which home its rows come to, everywhere.
     home: usize,
+    /// Rows of a whole step are told with its counts.
+    tells_step: bool,
 }
 
 /// What a rank tells of a chunk: counts that lie on its device.
@@ -149,6 +151,12 @@ impl Push {
     #[must_use]
     pub fn with_live_word(self, live_word: u64) -> Self {
         Self { live_word, ..self }
+    }
+
+    /// With rows of a whole step among the counts, or without.
+    #[must_use]
+    pub fn telling_step(self, tells_step: bool) -> Self {
+        Self { tells_step, ..self }
     }
 
     /// What its flags hold.
@@ -239,7 +247,17 @@ impl Nvlink {
             state.epoch = tag.epoch;
             let (region, regions) = (state.own.region, state.opened.regions);
             let (rank, num_ranks) = (world.rank().index(), world.size());
-            Ok(Push { tag, live_word: 0, region, regions, done: state.done.address(), rank, num_ranks, home })
+            Ok(Push {
+                tag,
+                live_word: 0,
+                region,
+                regions,
+                done: state.done.address(),
+                rank,
+                num_ranks,
+                home,
+                tells_step: false,
+            })
         })
     }
 
@@ -450,6 +468,8 @@ impl Nvlink {
             tagged_bytes: region.rooms().tagged_bytes as u64,
             rooms_at: region.room_at(0) as u64,
             room_bytes: region.rooms().room_bytes as u64,
+            num_heard: narrow(region.num_told(push.tells_step)),
+            padding: 0,
         }
     }
 

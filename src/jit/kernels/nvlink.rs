@@ -97,6 +97,8 @@ pub struct NvlinkArgs {
     pub tagged_bytes: u64,
     pub rooms_at: u64,
     pub room_bytes: u64,
+    pub num_heard: u32,
+    pub padding: u32,
 }
 
 /// `kTellThreads` of `kernels/nvlink.cu`.
