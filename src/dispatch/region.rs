@@ -34,9 +34,10 @@ pub const ALARM_WORDS: usize = 4;
 
 /// Tokens of a rank up to which a whole step's travel tagged: a word and its chunk's epoch in one store of 8 bytes, of which
 /// both halves are seen or neither, so that no fence, no flag and no counts are between a token and who waits for it. It doubles
-/// the bytes: between two H200s tagged stores alone were faster up to 8 tokens of 7 KB and slower from 64; that no counts go before
-/// is worth some 3 us more. Unmeasured here.
-pub const MAX_TAGGED_TOKENS: usize = 32;
+/// the bytes and takes a kernel more. On one H200 (2026-12-01), where no way is saved, a replayed dispatch of 1 and 8 tokens of
+/// 7 KB took as long as by flags, one of 16 took 0.9 us more and one of 32 2.4 us; between two a way with its fence is some 1.4
+/// to 2.7 us. How they compare there is unmeasured.
+pub const MAX_TAGGED_TOKENS: usize = 16;
 
 /// Whether tokens of a chunk of up to `chunk_tokens` tokens a rank are tagged; where chunks take turns they are not.
 #[must_use]
@@ -438,7 +439,7 @@ mod tests {
             };
             let (rooms, plan) = (Rooms::new(&RowSizes::from(&sizes), [100, 0]), BufferPlan::new(&sizes, 100));
             assert_eq!((rooms.room_bytes * num_ranks) as u64, plan.receive_bytes);
-            for tokens in [1, 32, 33, 100] {
+            for tokens in [1, MAX_TAGGED_TOKENS, MAX_TAGGED_TOKENS + 1, 100] {
                 let rooms = Rooms::new(&RowSizes::from(&sizes), [tokens, 0]);
                 let tagged = tagged_plan_bytes(&sizes, tokens);
                 assert_eq!((rooms.tagged_bytes * num_ranks) as u64, tagged);

@@ -140,7 +140,7 @@ fn two_gpus_nvlink_travel_is_replayed() {
 /// Of `transports`, those of `replayed` can do without hosts; bits are those of steps that hosts follow.
 fn travel_is_replayed(ranks: usize, transports: &str, replayed: &[&str]) {
     let job = mpirun(ranks).args(["bench", "--travel", "--geometry=kimi-k3", "--json", "--repeats=3"]);
-    let job = job.args(["--tokens=1,32,33,300".to_owned(), format!("--transports={transports}")]);
+    let job = job.args(["--tokens=1,16,17,300".to_owned(), format!("--transports={transports}")]);
     let job = libraries().into_iter().fold(job, |job, (name, value)| job.env(name, &value));
     let outcome = job.run().expect_code(0);
     let report: serde_json::Value = serde_json::from_str(&outcome.stdout).expect("JSON");
