@@ -18,13 +18,17 @@ struct EchoArgs {
     const u32* row_token;
     /// `[num_rows, HIDDEN]` f32.
     u8* rows;
+    /// How many there are, where only the device knows; else null.
+    const u32* live_rows;
+    /// Rows, or the most that there may be.
     u64 num_rows;
 };
 
 static_assert(sizeof(EchoArgs) == ARGUMENTS_BYTES, "EchoArgs is the host's");
 
 extern "C" __global__ void __launch_bounds__(kThreads) echo_tokens(const __grid_constant__ EchoArgs args) {
-    for (u64 row = blockIdx.x; row < args.num_rows; row += gridDim.x) {
+    const u64 num_rows = number_of(args.live_rows, args.num_rows);
+    for (u64 row = blockIdx.x; row < num_rows; row += gridDim.x) {
         const u8* from = args.tokens + static_cast<u64>(args.row_token[row]) * (HIDDEN * 2);
         u8* to = args.rows + row * (HIDDEN * 4);
         for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {

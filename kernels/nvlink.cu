@@ -15,6 +15,8 @@ struct NvlinkArgs {
     u64 regions[kMaxPeers];
     /// `[2 * num_ranks + num_experts]` tokens and slots for each rank, rows of each expert. Only told.
     const u32* totals;
+    /// The same of the whole step, where it was cut and this is its first chunk; else null. Only told.
+    const u32* of_step;
     /// `[num_ranks, num_words]` on the host: what each rank told. Only heard; absent where no counts are.
     u32* host_counts;
     /// `[num_ranks, 4]` on the host: why a rank was waited for in vain.
@@ -42,11 +44,29 @@ struct NvlinkArgs {
     u32 num_words;
     /// 1: each slot's row comes home by itself; 0: one row a rank.
     u32 per_slot;
+    /// What leaves, by destination. Only sent tagged.
+    const u8* packed;
+    /// From token to token of it, a multiple of 16; likewise of what is taken.
+    u64 row_bytes;
+    /// Where tagged tokens of rank 0 lie in a region; from rank to rank.
+    u64 tagged_at;
+    u64 tagged_bytes;
+    /// Where plain ones do; from rank to rank.
+    u64 rooms_at;
+    u64 room_bytes;
+    /// Words of each rank's counts that the host is to have, a multiple of 4.
+    u32 num_heard;
+    u32 padding;
 };
 
 static_assert(sizeof(NvlinkArgs) == ARGUMENTS_BYTES, "NvlinkArgs is the host's");
 
 constexpr u32 kTellThreads = 128;
+constexpr u32 kHearWarps = 8;
+constexpr u32 kTaggedParts = 16;
+constexpr u32 kTaggedThreads = 256;
+/// From a thread's word to its next; and words that are under way at once.
+constexpr u32 kTaggedStride = kTaggedParts * kTaggedThreads, kTaggedBatch = 4;
 constexpr u32 kWordsOfAlarm = 4;
 /// Kinds of alarms.
 constexpr u64 kLate = 1, kOther = 2;
@@ -69,7 +89,7 @@ DEVICE u32 first_expert(const NvlinkArgs& args, u32 rank) {
 }
 
 /// A block a rank: tells it how many tokens come, where in this rank's home its rows begin, and the rows of each of its
-/// experts.
+/// experts, and those of the whole step where they are known.
 extern "C" __global__ void __launch_bounds__(kTellThreads) tell(const __grid_constant__ NvlinkArgs args) {
     const u32 to = blockIdx.x;
     const u64 region = args.regions[to];
@@ -83,7 +103,9 @@ extern "C" __global__ void __launch_bounds__(kTellThreads) tell(const __grid_con
     }
     const u32 first = first_expert(args, to), end = first_expert(args, to + 1);
     for (u32 expert = first + threadIdx.x; expert < end; expert += kTellThreads) {
-        counts[2 + expert - first] = args.totals[2 * args.num_ranks + expert];
+        const u32 at = 2 * args.num_ranks + expert;
+        counts[2 + expert - first] = args.totals[at];
+        if (args.of_step != nullptr) counts[2 + end - first + expert - first] = args.of_step[at];
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
@@ -135,9 +157,109 @@ DEVICE bool wait_for(const NvlinkArgs& args, u32 source) {
     }
 }
 
-/// A block a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.
-extern "C" __global__ void __launch_bounds__(kWarp) hear(const __grid_constant__ NvlinkArgs args) {
-    const u32 source = blockIdx.x, lane = threadIdx.x;
+/// Words of tokens that lie between this rank and another, if there is room for so many: what a rank told may be nonsense,
+/// which the host refuses.
+DEVICE u64 num_words_of(const NvlinkArgs& args, u32 num_tokens) {
+    return min_of(num_tokens * (args.row_bytes / 4), args.tagged_bytes / 8);
+}
+
+/// kTaggedParts blocks a rank: stores this rank's tokens there, each word with its chunk's epoch in one store.
+///
+/// NOTE: an aligned access of 8 bytes is single; of 16 the halves are two accesses to the memory model.
+extern "C" __global__ void __launch_bounds__(kTaggedThreads) send_tagged(const __grid_constant__ NvlinkArgs args) {
+    const u32 to = blockIdx.x / kTaggedParts, part = blockIdx.x % kTaggedParts;
+    u32 before = 0;
+    for (u32 rank = 0; rank < to; ++rank) before += args.totals[rank];
+    const u32* words = reinterpret_cast<const u32*>(args.packed + before * args.row_bytes);
+    const u64 room = args.regions[to] + args.tagged_at + args.rank * args.tagged_bytes;
+    const u64 tag = word_of(args) & 0xffffffff00000000ull, num_words = num_words_of(args, args.totals[to]);
+    for (u64 first = part * kTaggedThreads + threadIdx.x; first < num_words; first += kTaggedBatch * kTaggedStride) {
+        u32 values[kTaggedBatch];
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) values[i] = words[min_of(first + i * kTaggedStride, num_words - 1)];
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) {
+            const u64 word = first + i * kTaggedStride;
+            if (word >= num_words) break;
+            asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(room + 8 * word), "l"(tag | values[i]) : "memory");
+        }
+    }
+}
+
+DEVICE u64 load_relaxed_system(u64 address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+/// Waits for a tagged word that has not come yet. If it does not, the alarm is raised, once a block.
+DEVICE bool wait_for_word(const NvlinkArgs& args, u32 source, u64 from, u64& seen, u32* is_raised) {
+    const u64 begin = now_ns(), wanted = word_of(args);
+    const u64 alarm = args.regions[args.rank] + args.alarms_at + 8 * kWordsOfAlarm * source;
+    for (u32 round = 0;; ++round) {
+        seen = load_relaxed_system(from);
+        if (seen >> 32 == wanted >> 32) return true;
+        if (round <= 64) continue;
+        pause();
+        const u64 state = load_acquire_system(alarm);
+        if (state == 0 && now_ns() - begin <= args.limit_ns) continue;
+        if (atomicExch(is_raised, 1u) != 0) return false;
+        const u64* cell = reinterpret_cast<const u64*>(alarm);
+        const u64 late = 1ull << 63 | kLate << 56 | static_cast<u64>(args.phase) << 48 |
+                         static_cast<u64>(args.rank) << 24 | source;
+        // Layer and step are not in a tag: of what came last the epoch alone is known.
+        if (state != 0) raise_alarm(args, source, state, cell[1], cell[2]);
+        else raise_alarm(args, source, late, wanted, seen & 0xffffffff00000000ull);
+        return false;
+    }
+}
+
+/// kTaggedParts blocks a rank: waits for its tokens, of which the counts have come, and makes plain ones of them.
+extern "C" __global__ void __launch_bounds__(kTaggedThreads) take_tagged(const __grid_constant__ NvlinkArgs args) {
+    __shared__ u32 is_raised;
+    const u32 source = blockIdx.x / kTaggedParts, part = blockIdx.x % kTaggedParts;
+    const u64 own = args.regions[args.rank];
+    if (threadIdx.x == 0) is_raised = 0;
+    __syncthreads();
+    const u32* told = reinterpret_cast<const u32*>(own + args.counts_at) + static_cast<u64>(source) * args.num_words;
+    const u64 num_words = num_words_of(args, *reinterpret_cast<const volatile u32*>(told));
+    const u64 room = own + args.tagged_at + source * args.tagged_bytes;
+    u32* plain = reinterpret_cast<u32*>(own + args.rooms_at + source * args.room_bytes);
+    const u64 tag = word_of(args) >> 32;
+    bool has_come = true;
+    for (u64 first = part * kTaggedThreads + threadIdx.x; has_come && first < num_words;
+         first += kTaggedBatch * kTaggedStride) {
+        u64 seen[kTaggedBatch];
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) {
+            seen[i] = load_relaxed_system(room + 8 * min_of(first + i * kTaggedStride, num_words - 1));
+        }
+#pragma unroll
+        for (u32 i = 0; i < kTaggedBatch; ++i) {
+            const u64 word = first + i * kTaggedStride;
+            if (word >= num_words || !has_come) break;
+            if (seen[i] >> 32 != tag) has_come = wait_for_word(args, source, room + 8 * word, seen[i], &is_raised);
+            plain[word] = static_cast<u32>(seen[i]);
+        }
+    }
+    // What is queued behind is held back, as `hear` does.
+    if (__syncthreads_or(!has_come) == 0 || threadIdx.x != 0 || args.hold_ns == 0) return;
+    const u64 begin = now_ns();
+    while (now_ns() - begin < args.hold_ns) pause();
+    asm volatile("trap;");
+}
+
+DEVICE Word4 load_volatile4(u64 address) {
+    Word4 w;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(address) : "memory");
+    return w;
+}
+
+/// A warp a rank: waits until it has raised its flag, and hands its counts on to the host where there are any.
+extern "C" __global__ void __launch_bounds__(kHearWarps * kWarp) hear(const __grid_constant__ NvlinkArgs args) {
+    const u32 source = blockIdx.x * kHearWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (source >= args.num_ranks) return;
     const bool has_come = __shfl_sync(kAllLanes, lane == 0 ? wait_for(args, source) : true, 0);
     if (!has_come) {
         if (lane != 0 || args.hold_ns == 0) return;
@@ -147,9 +269,20 @@ extern "C" __global__ void __launch_bounds__(kWarp) hear(const __grid_constant__
         asm volatile("trap;");
     }
     if (args.host_counts == nullptr) return;
+    // Several at once: one after the other each would wait for the memory.
+    constexpr u32 kBatch = 8;
     const u64 first = static_cast<u64>(source) * args.num_words;
-    const u32* counts = reinterpret_cast<const u32*>(args.regions[args.rank] + args.counts_at) + first;
-    for (u32 word = lane; word < args.num_words; word += kWarp) {
-        args.host_counts[first + word] = *reinterpret_cast<const volatile u32*>(counts + word);
+    const u64 counts = args.regions[args.rank] + args.counts_at + 4 * first;
+    Word4* host = reinterpret_cast<Word4*>(args.host_counts + first);
+    for (u32 at = lane; at < args.num_heard / 4; at += kBatch * kWarp) {
+        Word4 words[kBatch];
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            words[i] = load_volatile4(counts + 16 * min_of(at + i * kWarp, args.num_heard / 4 - 1));
+        }
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            if (at + i * kWarp < args.num_heard / 4) host[at + i * kWarp] = words[i];
+        }
     }
 }

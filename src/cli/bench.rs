@@ -54,8 +54,8 @@ const REPEATS: usize = 9;
 const READ_BYTES: usize = 512 << 20;
 
 /// Options that only the expert computation reads. What else is timed refuses them: ignored, they would pass for heeded.
-const EXPERTS_ALONE: [&str; 9] =
-    ["hidden", "intermediate", "experts", "rows_per_expert", "counts", "tuning", "batch_invariant", "alone", "plot"];
+const EXPERTS_ALONE: [&str; 8] =
+    ["hidden", "intermediate", "experts", "rows_per_expert", "counts", "tuning", "batch_invariant", "alone"];
 
 /// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; with
 /// --agreement, what it costs ranks to agree; with --travel, dispatch and combine; with --load, the loading of a checkpoint's
@@ -65,7 +65,7 @@ pub struct BenchArgs {
     /// Times the agreements of a session over Kimi K3's 92 layers instead, and counts what they exchange; under a
     /// launcher, over all its ranks.
     #[arg(long, conflicts_with_all = EXPERTS_ALONE,
-        conflicts_with_all = ["geometry", "rows", "backend", "isa", "threads", "activations", "cache_dir"])]
+        conflicts_with_all = ["geometry", "rows", "backend", "isa", "threads", "activations", "cache_dir", "plot"])]
     pub agreement: bool,
     /// The model whose expert widths and activation are taken.
     #[arg(long, value_enum, required_unless_present_all = ["hidden", "intermediate"],
@@ -117,7 +117,8 @@ pub struct BenchArgs {
     /// Where a GPU's compiled kernels are looked for and kept, as `lockstep warmup` fills it; absent: all are compiled.
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
-    /// Also draws time against rows into this file, as SVG, with what memory and arithmetic allow.
+    /// Also draws time against rows, or with --travel tokens, into this file, as SVG, with what memory and arithmetic, or the link,
+    /// allow.
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
     /// Prints one JSON object instead of the table.

@@ -231,7 +231,7 @@ pub struct BufferPlan {
     /// In two levels, tokens that came to be passed on, and those that are:
     /// `tokens * sources * (1 + min(ranks of the node, topk)) * token_bytes`.
     pub forward_bytes: u64,
-    /// Tokens arriving: `tokens * ranks * token_bytes`.
+    /// Tokens arriving: `tokens * ranks * token_bytes`, and over nvlink a second place for few of them.
     pub receive_bytes: u64,
     /// Their f32 values: `tokens * ranks * hidden * 4`.
     pub token_values_bytes: u64,

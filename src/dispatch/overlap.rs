@@ -64,6 +64,34 @@ pub fn tokens_in_buffers(tokens_at_once: usize, declared: bool) -> usize {
     tokens_at_once + if declared { tokens_at_once } else { tokens_at_once.div_ceil(2) }
 }
 
+/// Sets of buffers that chunks take turns in.
+pub const NUM_SETS: usize = 2;
+
+/// Which of them a chunk has.
+#[must_use]
+pub fn set_of(chunk: usize) -> usize {
+    chunk % NUM_SETS
+}
+
+/// What is queued next of a step whose chunks overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// A chunk's tokens, in the lane of what travels.
+    Dispatch(usize),
+    /// Its experts, in the session's.
+    Experts(usize),
+    /// Its rows, where its tokens were.
+    Combine(usize),
+}
+
+/// The order in which hosts queue a step: a chunk's rows go home when the next one's experts are queued.
+pub fn turns(num_chunks: usize) -> impl Iterator<Item = Turn> {
+    (0..=num_chunks).flat_map(move |chunk| {
+        let comes = (chunk < num_chunks).then_some([Turn::Dispatch(chunk), Turn::Experts(chunk)]);
+        comes.into_iter().flatten().chain(chunk.checked_sub(1).map(Turn::Combine))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,6 +108,18 @@ mod tests {
         assert_eq!(chunks(Cut::ByTokens), [1, 1, 1, 2, 2, 2, 4, 4]);
         assert_eq!(chunks(BY_ROWS), [1, 1, 1, 1, 1, 1, 1, 2], "experts of few rows are read once");
         assert_eq!(BY_ROWS.num_chunks(8192, 16 * 8192), 4);
+    }
+
+    #[test]
+    fn two_chunks_are_under_way_at_most() {
+        use Turn::{Combine, Dispatch, Experts};
+        assert_eq!(turns(1).collect::<Vec<_>>(), [Dispatch(0), Experts(0), Combine(0)]);
+        let three = [
+            [Dispatch(0), Experts(0), Dispatch(1)],
+            [Experts(1), Combine(0), Dispatch(2)],
+            [Experts(2), Combine(1), Combine(2)],
+        ];
+        assert_eq!(turns(3).collect::<Vec<_>>(), three.concat());
     }
 
     proptest! {

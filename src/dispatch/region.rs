@@ -4,17 +4,24 @@
 //! Every rank has one region, and all have the same layout:
 //!
 //! ```text
-//! flags    [3, num_ranks] u64        raised by each rank: counts, tokens, rows
+//! flags    [4, num_ranks] u64        raised by each rank: counts, tokens, rows of even chunks, rows of odd ones
 //! alarms   [num_ranks, 4] u64        of each rank that has waited in vain
-//! counts   [num_ranks, num_words] u32    what each rank tells: tokens, where its home begins, rows of each expert
+//! counts   [num_ranks, num_words] u32    what each rank tells: tokens, where its home begins, rows of each expert, and those
+//!                                    of the whole step where it was cut
 //! rooms    [num_ranks, room_bytes]   tokens from each rank
-//! home     [home_bytes]              rows that come home, by the rank that they come from
+//! homes    [home_bytes] of even chunks, [home_bytes] of odd ones    rows that come home, by the rank that they come from
+//! tagged   [num_ranks, tagged_bytes] few tokens from each rank: words of 4 bytes, each with its chunk's epoch behind it
 //! ```
 //!
 //! Nothing is taken back and nothing is acknowledged. In a chunk a rank raises its three flags at every rank, itself included,
-//! whether it has something for it or not, and waits for all of each kind before it goes on. So a rank that stores tokens of
-//! the next chunk has had everybody's rows of this one, which came behind the reading of its tokens; and one that stores rows has
-//! had everybody's tokens, which came behind the reading of the rows of the chunk before.
+//! whether it has something for it or not, and waits for all of each kind before it goes on, in one stream. What it tells of a
+//! chunk is behind all that it has read before: whoever has had everybody's counts of a chunk may store what that chunk has, and
+//! that is all that keeps anything from being overwritten. One thing has to be there twice: the last two chunks of a step in
+//! which chunks overlap send rows home with no counts between them ([`crate::dispatch::overlap::turns`]), so that homes, and the
+//! flags of rows, take turns. `model` tries it.
+//!
+//! Few tokens of a whole step ([`are_tagged`]) don't wait for counts: each word says of which chunk it is, and whoever stores them
+//! has had everybody's rows of the chunk before, which are behind the taking of its tokens.
 
 use crate::dispatch::capacity::BufferSizes;
 use crate::ids::{LayerIdx, Rank};
@@ -24,6 +31,25 @@ pub const MAX_PEERS: usize = 64;
 
 /// Words of an alarm's cell.
 pub const ALARM_WORDS: usize = 4;
+
+/// Tokens of a rank up to which a whole step's travel tagged: a word and its chunk's epoch in one store of 8 bytes, of which
+/// both halves are seen or neither, so that no fence, no flag and no counts are between a token and who waits for it. It doubles
+/// the bytes and takes a kernel more. On one H200 (2026-12-01), where no way is saved, a replayed dispatch of 1 and 8 tokens of
+/// 7 KB took as long as by flags, one of 16 took 0.9 us more and one of 32 2.4 us; between two a way with its fence is some 1.4
+/// to 2.7 us. How they compare there is unmeasured.
+pub const MAX_TAGGED_TOKENS: usize = 16;
+
+/// Whether tokens of a chunk of up to `chunk_tokens` tokens a rank are tagged; where chunks take turns they are not.
+#[must_use]
+pub fn are_tagged(chunk_tokens: usize, takes_turns: bool) -> bool {
+    chunk_tokens <= MAX_TAGGED_TOKENS && !takes_turns
+}
+
+/// Bytes of a tagged word for each of its own.
+const TAGGED_FACTOR: usize = 2;
+
+/// Homes, which chunks of a step take turns in where they overlap; else all have the first.
+pub const NUM_HOMES: usize = 2;
 
 /// Parts of a region begin at multiples of this.
 const ALIGN: usize = 256;
@@ -52,30 +78,66 @@ impl Flag {
     }
 }
 
+/// What decides how much room a token takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowSizes {
+    /// Ranks of the world.
+    pub num_ranks: usize,
+    /// Slots of a token.
+    pub num_topk: usize,
+    /// Bytes of a travelling token with its ids and weights.
+    pub token_bytes: usize,
+    /// Bytes of a row that comes back.
+    pub return_bytes: usize,
+    /// Whether each slot's row comes back by itself.
+    pub per_slot: bool,
+}
+
+/// Bytes of a rank's tagged tokens from all ranks, where steps bring up to `num_tokens` a rank.
+#[must_use]
+pub fn tagged_plan_bytes(sizes: &BufferSizes, num_tokens: usize) -> u64 {
+    (Rooms::new(&RowSizes::from(sizes), [num_tokens, 0]).tagged_bytes * sizes.num_ranks) as u64
+}
+
+impl From<&BufferSizes> for RowSizes {
+    fn from(sizes: &BufferSizes) -> Self {
+        let BufferSizes { num_ranks, num_topk, token_bytes, return_bytes, per_slot, .. } = *sizes;
+        Self { num_ranks, num_topk, token_bytes, return_bytes, per_slot }
+    }
+}
+
 /// How much room chunks need: equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Rooms {
     /// Bytes of the tokens that one rank sends to one other, at most.
     pub room_bytes: usize,
-    /// Bytes of the rows that come home to a rank, at most.
-    pub home_bytes: usize,
+    /// Bytes of the rows that come home to a rank, at most, into either home.
+    pub home_bytes: [usize; NUM_HOMES],
+    /// Bytes of the tagged tokens that one rank sends to one other, at most.
+    pub tagged_bytes: usize,
 }
 
 impl Rooms {
-    /// What chunks of `tokens_at_once` tokens a rank need.
+    /// What chunks need of which a rank brings up to `num_tokens[0]` tokens, and those that have the second home `num_tokens[1]`.
     #[must_use]
-    pub fn new(sizes: &BufferSizes, tokens_at_once: usize) -> Self {
+    pub fn new(sizes: &RowSizes, num_tokens: [usize; NUM_HOMES]) -> Self {
         let home_rows = if sizes.per_slot { sizes.num_topk } else { sizes.num_topk.min(sizes.num_ranks) };
+        let most = num_tokens[0].max(num_tokens[1]);
         Self {
-            room_bytes: tokens_at_once.saturating_mul(sizes.token_bytes),
-            home_bytes: tokens_at_once.saturating_mul(home_rows).saturating_mul(sizes.return_bytes),
+            room_bytes: most.saturating_mul(sizes.token_bytes),
+            tagged_bytes: most.min(MAX_TAGGED_TOKENS).saturating_mul(TAGGED_FACTOR * sizes.token_bytes),
+            home_bytes: num_tokens.map(|tokens| tokens.saturating_mul(home_rows).saturating_mul(sizes.return_bytes)),
         }
     }
 
     /// Enough for both.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
-        Self { room_bytes: self.room_bytes.max(other.room_bytes), home_bytes: self.home_bytes.max(other.home_bytes) }
+        Self {
+            room_bytes: self.room_bytes.max(other.room_bytes),
+            home_bytes: std::array::from_fn(|home| self.home_bytes[home].max(other.home_bytes[home])),
+            tagged_bytes: self.tagged_bytes.max(other.tagged_bytes),
+        }
     }
 
     /// Whether `other` fits in.
@@ -89,7 +151,7 @@ impl Rooms {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
     num_ranks: usize,
-    num_words: usize,
+    num_local_experts: usize,
     rooms: Rooms,
 }
 
@@ -98,8 +160,12 @@ impl Region {
     #[must_use]
     pub fn new(num_ranks: usize, num_local_experts: usize, rooms: Rooms) -> Self {
         let aligned = |bytes: usize| bytes.next_multiple_of(ALIGN);
-        let rooms = Rooms { room_bytes: aligned(rooms.room_bytes), home_bytes: aligned(rooms.home_bytes) };
-        Self { num_ranks, num_words: (2 + num_local_experts).next_multiple_of(4), rooms }
+        let rooms = Rooms {
+            room_bytes: aligned(rooms.room_bytes),
+            home_bytes: rooms.home_bytes.map(aligned),
+            tagged_bytes: aligned(rooms.tagged_bytes),
+        };
+        Self { num_ranks, num_local_experts, rooms }
     }
 
     /// Room there is.
@@ -111,19 +177,26 @@ impl Region {
     /// From rank to rank of counts, in words.
     #[must_use]
     pub fn num_words(&self) -> usize {
-        self.num_words
+        self.num_told(true)
     }
 
-    /// `[num_ranks]` flags.
+    /// Words of what a rank tells, with rows of a whole step or without; a multiple of 4.
     #[must_use]
-    pub fn flags_at(&self, flag: Flag) -> usize {
-        flag as usize * (8 * self.num_ranks).next_multiple_of(ALIGN)
+    pub fn num_told(&self, with_step: bool) -> usize {
+        (2 + self.num_local_experts * if with_step { 2 } else { 1 }).next_multiple_of(4)
+    }
+
+    /// `[num_ranks]` flags; those of rows go with `home`.
+    #[must_use]
+    pub fn flags_at(&self, flag: Flag, home: usize) -> usize {
+        let of_home = if flag == Flag::Rows { home } else { 0 };
+        (flag as usize + of_home) * (8 * self.num_ranks).next_multiple_of(ALIGN)
     }
 
     /// `[num_ranks, 4]` words.
     #[must_use]
     pub fn alarms_at(&self) -> usize {
-        Flag::ALL.len() * (8 * self.num_ranks).next_multiple_of(ALIGN)
+        self.flags_at(Flag::Rows, NUM_HOMES)
     }
 
     /// `[num_ranks, num_words]` words.
@@ -136,20 +209,26 @@ impl Region {
     #[must_use]
     pub fn room_at(&self, source: usize) -> usize {
         self.counts_at()
-            + (4 * self.num_words * self.num_ranks).next_multiple_of(ALIGN)
+            + (4 * self.num_words() * self.num_ranks).next_multiple_of(ALIGN)
             + source * self.rooms.room_bytes
     }
 
     /// Where rows come home.
     #[must_use]
-    pub fn home_at(&self) -> usize {
-        self.room_at(self.num_ranks)
+    pub fn home_at(&self, home: usize) -> usize {
+        self.room_at(self.num_ranks) + self.rooms.home_bytes[..home].iter().sum::<usize>()
+    }
+
+    /// Where tagged tokens of `source` lie.
+    #[must_use]
+    pub fn tagged_at(&self, source: usize) -> usize {
+        self.home_at(NUM_HOMES) + source * self.rooms.tagged_bytes
     }
 
     /// Its size.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        self.home_at() + self.rooms.home_bytes
+        self.tagged_at(self.num_ranks)
     }
 }
 
@@ -262,6 +341,9 @@ impl std::fmt::Display for Alarm {
 }
 
 #[cfg(test)]
+mod model;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
@@ -273,22 +355,26 @@ mod tests {
             num_ranks in 1usize..=MAX_PEERS,
             num_local_experts in 0usize..900,
             room_bytes in 0usize..1 << 30,
-            home_bytes in 0usize..1 << 30,
+            home_bytes in [0usize..1 << 30, 0..1 << 30],
+            tagged_bytes in 0usize..1 << 20,
         ) {
-            let rooms = Rooms { room_bytes, home_bytes };
+            let rooms = Rooms { room_bytes, home_bytes, tagged_bytes };
             let region = Region::new(num_ranks, num_local_experts, rooms);
+            let flags = [(Flag::Counts, 0), (Flag::Tokens, 0), (Flag::Rows, 0), (Flag::Rows, 1)];
             let mut parts: Vec<(usize, usize)> =
-                Flag::ALL.iter().map(|flag| (region.flags_at(*flag), 8 * num_ranks)).collect();
+                flags.map(|(flag, home)| (region.flags_at(flag, home), 8 * num_ranks)).into();
+            prop_assert_eq!(region.flags_at(Flag::Tokens, 1), region.flags_at(Flag::Tokens, 0));
             parts.push((region.alarms_at(), 8 * ALARM_WORDS * num_ranks));
-            parts.push((region.counts_at(), 4 * num_ranks * (2 + num_local_experts)));
+            parts.push((region.counts_at(), 4 * num_ranks * (2 + 2 * num_local_experts)));
             parts.extend((0..num_ranks).map(|source| (region.room_at(source), room_bytes)));
-            parts.push((region.home_at(), home_bytes));
+            parts.extend((0..NUM_HOMES).map(|home| (region.home_at(home), home_bytes[home])));
+            parts.extend((0..num_ranks).map(|source| (region.tagged_at(source), tagged_bytes)));
             parts.push((region.num_bytes(), 0));
             for pair in parts.windows(2) {
                 prop_assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
             }
             prop_assert!(parts[..parts.len() - 1].iter().all(|(at, _)| at % 256 == 0));
-            prop_assert!(region.num_words() >= 2 + num_local_experts && region.num_words().is_multiple_of(4));
+            prop_assert!(region.num_words() >= 2 + 2 * num_local_experts && region.num_words().is_multiple_of(4));
             prop_assert!(region.rooms().hold(rooms));
         }
 
@@ -351,9 +437,24 @@ mod tests {
                 per_slot,
                 forwards: None,
             };
-            let (rooms, plan) = (Rooms::new(&sizes, 100), BufferPlan::new(&sizes, 100));
+            let (rooms, plan) = (Rooms::new(&RowSizes::from(&sizes), [100, 0]), BufferPlan::new(&sizes, 100));
             assert_eq!((rooms.room_bytes * num_ranks) as u64, plan.receive_bytes);
-            assert!(rooms.home_bytes as u64 <= plan.return_bytes);
+            for tokens in [1, MAX_TAGGED_TOKENS, MAX_TAGGED_TOKENS + 1, 100] {
+                let rooms = Rooms::new(&RowSizes::from(&sizes), [tokens, 0]);
+                let tagged = tagged_plan_bytes(&sizes, tokens);
+                assert_eq!((rooms.tagged_bytes * num_ranks) as u64, tagged);
+                assert!(
+                    rooms.tagged_bytes >= if are_tagged(tokens, false) { 2 * tokens * sizes.token_bytes } else { 0 }
+                );
+            }
+            assert!(rooms.home_bytes[0] as u64 <= plan.return_bytes && rooms.home_bytes[1] == 0);
+            // Half of it, or as many again, in a second home.
+            for second in [50, 100] {
+                let rooms = Rooms::new(&RowSizes::from(&sizes), [100, second]);
+                let plan = BufferPlan::new(&sizes, 100 + second);
+                assert!((rooms.room_bytes * num_ranks) as u64 <= plan.receive_bytes);
+                assert!(rooms.home_bytes.iter().sum::<usize>() as u64 <= plan.return_bytes);
+            }
         }
     }
 }

@@ -152,11 +152,12 @@ impl Attempts<'_> {
     fn nvlink(&self, needs: &Needs<'_>, gpu: &Gpu) -> Result<Option<Way>, Refusal> {
         let world = self.world;
         // Every rank lays out its memory alike.
-        let wanted = world.all_gather_u64([needs.rooms.room_bytes as u64, needs.rooms.home_bytes as u64]);
+        let Rooms { room_bytes, home_bytes: [even, odd], tagged_bytes } = needs.rooms;
+        let wanted = world.all_gather_u64([room_bytes, even, odd, tagged_bytes].map(|bytes| bytes as u64));
         let as_usize = |value| usize::try_from(value).unwrap_or(usize::MAX);
-        let rooms = wanted.into_iter().map(|[room_bytes, home_bytes]| Rooms {
-            room_bytes: as_usize(room_bytes),
-            home_bytes: as_usize(home_bytes),
+        let rooms = wanted.into_iter().map(|wanted| {
+            let [room_bytes, even, odd, tagged_bytes] = wanted.map(as_usize);
+            Rooms { room_bytes, home_bytes: [even, odd], tagged_bytes }
         });
         let rooms = rooms.fold(Rooms::default(), Rooms::max);
         let prepare = || -> Result<nvlink::Prepared, AttemptError> {

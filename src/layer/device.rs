@@ -103,7 +103,7 @@ impl OnGpu {
         Ok(DeviceRoute { on: self.clone(), transport })
     }
 
-    /// The same way in the second lane, where there is one and what carries tokens has room for two chunks.
+    /// The same way in the second lane, where there is one.
     pub fn overlapped(
         &self,
         forms: Forms,
@@ -111,9 +111,9 @@ impl OnGpu {
         (way, layer): (Way, LayerIdx),
         asked: Overlap,
     ) -> Result<Option<Overlapped>, GpuError> {
-        let Some(lane) = self.lane.as_ref().filter(|_| matches!(way, Way::Carried(_))) else { return Ok(None) };
+        let Some(lane) = &self.lane else { return Ok(None) };
         let transport = in_lane(&lane.travel, forms, place, (way, layer))?;
-        Ok(Some(Overlapped::new(lane, transport, asked)))
+        Ok(Some(Overlapped::new(lane, transport.in_turns(), asked)))
     }
 }
 

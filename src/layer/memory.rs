@@ -1,11 +1,11 @@
 //! What a session's buffers take, said and checked before anything is allocated.
 
 use crate::backend;
-use crate::config::{Deployment, Overlap};
+use crate::config::{Deployment, Overlap, Transport};
 use crate::dispatch::capacity::{BufferPlan, Capacity, CapacityError, ForwardSizes};
 use crate::dispatch::overlap::tokens_in_buffers;
 use crate::dispatch::placement::Placement;
-use crate::dispatch::region::Rooms;
+use crate::dispatch::region::{Rooms, RowSizes, tagged_plan_bytes};
 use crate::dispatch::travel::buffer_sizes;
 use crate::gpu::Gpu;
 use crate::host;
@@ -47,7 +47,13 @@ pub(super) fn plan_buffers(
         } else {
             tokens_at_once
         };
-        BufferPlan::new(&buffer_sizes(geometry, decision, num_experts, forwards), tokens)
+        let sizes = buffer_sizes(geometry, decision, num_experts, forwards);
+        let mut plan = BufferPlan::new(&sizes, tokens);
+        let transport = selected.selection.layer(decision.layer).map(|selected| selected.transport);
+        if transport == Some(Transport::Nvlink) {
+            plan.receive_bytes += tagged_plan_bytes(&sizes, tokens_at_once);
+        }
+        plan
     };
     let buffers =
         plans.iter().map(|plan| of_layer(&plan.decision)).max_by_key(BufferPlan::total_bytes).unwrap_or_default();
@@ -71,12 +77,23 @@ fn overlaps(deployment: &Deployment, selected: &Selected, layer: LayerIdx) -> bo
 }
 
 /// Room for every layer's tokens and rows, where other ranks store them.
-pub(super) fn rooms(world: &World, geometry: &MoeGeometry, plans: &[LayerPlan], tokens_at_once: usize) -> Rooms {
-    let num_ranks = world.size();
+pub(super) fn rooms(
+    world: &World,
+    options: &SessionOptions<'_>,
+    (geometry, plans, selected): (&MoeGeometry, &[LayerPlan], &Selected),
+) -> Rooms {
+    let (num_ranks, capacity) = (world.size(), capacity_of(&options.deployment));
+    let tokens_at_once = tokens_at_once(capacity, options.num_tokens);
+    let in_both = tokens_in_buffers(tokens_at_once, capacity.chunk_tokens.is_some());
     // The first rank has the most experts; rooms do not depend on it.
     let num_local_experts = Placement::new(geometry.num_experts, num_ranks).local_experts(Rank(0)).len();
     let sizes = |plan: &LayerPlan| buffer_sizes(geometry, &plan.decision, (num_ranks, num_local_experts), None);
-    plans.iter().map(|plan| Rooms::new(&sizes(plan), tokens_at_once)).fold(Rooms::default(), Rooms::max)
+    let of_layer = |plan: &LayerPlan| {
+        let takes_turns = overlaps(&options.deployment, selected, plan.decision.layer);
+        let second = if takes_turns { in_both - tokens_at_once } else { 0 };
+        Rooms::new(&RowSizes::from(&sizes(plan)), [tokens_at_once, second])
+    };
+    plans.iter().map(of_layer).fold(Rooms::default(), Rooms::max)
 }
 
 /// Whether they fit where they will lie: in the GPU's memory, or in this host's.

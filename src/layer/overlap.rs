@@ -9,7 +9,8 @@
 //! ```
 //!
 //! Experts of a chunk follow its dispatch, its combine follows them, and the dispatch that takes the same buffers again is behind
-//! that combine in the same lane: nothing else has to be ordered. Hosts queue the same collectives in the same order on all ranks.
+//! that combine in the same lane: nothing else has to be ordered. What lies in other ranks' memory is [`crate::dispatch::region`]'s
+//! to argue. Hosts queue the same collectives in the same order on all ranks.
 //! They wait for counts, and where bytes go through them for bytes, once the experts of a chunk are queued that those waits lie
 //! under.
 
@@ -21,7 +22,7 @@ use crate::config;
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::capacity::Chunks;
 use crate::dispatch::device::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport};
-use crate::dispatch::overlap::{Cut, NUM_TRAVEL_MULTIPROCESSORS};
+use crate::dispatch::overlap::{Cut, NUM_SETS, NUM_TRAVEL_MULTIPROCESSORS, Turn, set_of, turns};
 use crate::exit::{Classify, Exit};
 use crate::fault::{Action, Stage};
 use crate::gpu::{Gpu, GpuError, Mark, grow};
@@ -55,11 +56,6 @@ pub(super) enum NotOverlapped {
     #[error("it runs on hosts; set cluster.device: gpu, or dispatch.overlap: off")]
     OnHost,
     #[error(
-        "its tokens travel over nvlink, where ranks have room for one chunk of each other's; set dispatch.transport: nccl, or \
-         dispatch.overlap: off"
-    )]
-    Nvlink,
-    #[error(
         "its steps are recorded as CUDA graphs, which are whole; set moe.cuda_graph: off, or dispatch.overlap: off"
     )]
     Recorded,
@@ -82,9 +78,9 @@ struct Second {
     /// They are those of a step that has not been counted.
     is_counted: bool,
     /// Behind the tokens of even and odd chunks, unpacked.
-    unpacked: [Mark; 2],
+    unpacked: [Mark; NUM_SETS],
     /// Behind their rows, computed.
-    computed: [Mark; 2],
+    computed: [Mark; NUM_SETS],
     /// Where the lanes part and meet.
     part: Mark,
     meet: Mark,
@@ -154,18 +150,14 @@ impl Overlapped {
 pub(super) struct Facts {
     pub asked: config::Overlap,
     pub num_ranks: usize,
-    pub is_on_device: bool,
     /// Its steps are recorded.
     pub is_recorded: bool,
 }
 
 impl Facts {
-    /// What the layer's chunks overlap in, of what was `made` where its tokens are carried; or why nothing. The same on all ranks.
+    /// What the layer's chunks overlap in, of what was `made` where it runs on a GPU; or why nothing. The same on all ranks.
     fn verdict<T>(self, made: Option<T>) -> Result<T, NotOverlapped> {
-        if !self.is_on_device {
-            return Err(NotOverlapped::OnHost);
-        }
-        let made = made.ok_or(NotOverlapped::Nvlink)?;
+        let made = made.ok_or(NotOverlapped::OnHost)?;
         if self.is_recorded {
             return Err(NotOverlapped::Recorded);
         }
@@ -215,49 +207,51 @@ impl MoeLayer {
         // What devices tell each other is another step's, though hosts agree on this one.
         let step = brought.step + u64::from(world.has_fault(Stage::Combine, &Action::Drift));
         let mut rows_of_step = None;
-        let mut before: Option<UnderWay<'_>> = None;
+        let mut under_way: [Option<UnderWay<'_>>; NUM_SETS] = Default::default();
         compute.move_mark(part)?;
         travel.follow(part)?;
-        for chunk in 0..=chunks.num_chunks {
-            let mut now = None;
-            if chunk < chunks.num_chunks {
-                let set = chunk % 2;
-                let buffers = &mut *sets[set];
-                let of_step = (chunks.is_one_cut && chunk == 0).then_some(0..brought.num_tokens);
-                let tokens = chunks.tokens(chunk, brought.num_tokens);
-                let tokens =
-                    DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk, of_step, live_tokens: 0 };
-
+        for turn in turns(chunks.num_chunks) {
+            match turn {
                 // Its tokens, behind the combine that had these buffers before
-                world.fault(Stage::Dispatch)?;
-                if world.has_fault(Stage::Experts, &Action::Poison) {
-                    buffers.poison(travel)?;
+                Turn::Dispatch(chunk) => {
+                    let set = set_of(chunk);
+                    let of_step = (chunks.is_one_cut && chunk == 0).then_some(0..brought.num_tokens);
+                    let tokens = chunks.tokens(chunk, brought.num_tokens);
+                    let tokens =
+                        DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk, of_step, live_tokens: 0 };
+                    world.fault(Stage::Dispatch)?;
+                    if world.has_fault(Stage::Experts, &Action::Poison) {
+                        sets[set].poison(travel)?;
+                    }
+                    timers.mark_edge(travel, chunk, Edge::Dispatch)?;
+                    let mut handle = transport.dispatch(world, sets[set], &tokens, chunks.chunk_tokens)?;
+                    timers.mark_edge(travel, chunk, Edge::Dispatched)?;
+                    travel.move_mark(&mut unpacked[set])?;
+                    self.count_chunk(&handle.received, (handle.num_packed, handle.num_sent_remote), stats);
+                    rows_of_step = handle.rows_of_step.take().or(rows_of_step);
+                    under_way[set] = Some(UnderWay { handle, tokens });
                 }
-                timers.mark_edge(travel, chunk, Edge::Dispatch)?;
-                let mut handle = transport.dispatch(world, buffers, &tokens, chunks.chunk_tokens)?;
-                timers.mark_edge(travel, chunk, Edge::Dispatched)?;
-                travel.move_mark(&mut unpacked[set])?;
-                self.count_chunk(&handle.received, (handle.num_packed, handle.num_sent_remote), stats);
-                rows_of_step = handle.rows_of_step.take().or(rows_of_step);
-
-                // Its experts
-                world.fault(Stage::Experts)?;
-                compute.note(&computed[set])?;
-                compute.follow(&unpacked[set])?;
-                timers.mark_edge(compute, chunk, Edge::Experts)?;
-                self.queue_chunk(buffers, &handle, rows_of_step.as_deref())?;
-                timers.mark_edge(compute, chunk, Edge::Computed)?;
-                compute.move_mark(&mut computed[set])?;
-                now = Some(UnderWay { handle, tokens });
-            }
-            // The rows of the one before, under these experts
-            if let Some(UnderWay { handle, tokens }) = std::mem::replace(&mut before, now) {
-                let set = tokens.chunk % 2;
-                world.fault(Stage::Combine)?;
-                travel.follow(&computed[set])?;
-                timers.mark_edge(travel, tokens.chunk, Edge::Combine)?;
-                transport.combine(world, sets[set], &handle, (&tokens, chunks.chunk_tokens), out)?;
-                timers.mark_edge(travel, tokens.chunk, Edge::Combined)?;
+                Turn::Experts(chunk) => {
+                    let set = set_of(chunk);
+                    let Some(UnderWay { handle, .. }) = &under_way[set] else { continue };
+                    world.fault(Stage::Experts)?;
+                    compute.note(&computed[set])?;
+                    compute.follow(&unpacked[set])?;
+                    timers.mark_edge(compute, chunk, Edge::Experts)?;
+                    self.queue_chunk(sets[set], handle, rows_of_step.as_deref())?;
+                    timers.mark_edge(compute, chunk, Edge::Computed)?;
+                    compute.move_mark(&mut computed[set])?;
+                }
+                // Its rows, under the experts of the next one
+                Turn::Combine(chunk) => {
+                    let set = set_of(chunk);
+                    let Some(UnderWay { handle, tokens }) = under_way[set].take() else { continue };
+                    world.fault(Stage::Combine)?;
+                    travel.follow(&computed[set])?;
+                    timers.mark_edge(travel, chunk, Edge::Combine)?;
+                    transport.combine(world, sets[set], &handle, (&tokens, chunks.chunk_tokens), out)?;
+                    timers.mark_edge(travel, chunk, Edge::Combined)?;
+                }
             }
         }
         let [even, odd] = sets;

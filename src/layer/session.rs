@@ -131,7 +131,7 @@ impl Session {
             step_limit: Duration::from_secs(timeouts.step_s),
             nccl: options.nccl.as_deref(),
             gpu: gpu.as_ref(),
-            rooms: rooms(world, &geometry, &plans, tokens_at_once),
+            rooms: rooms(world, options, (&geometry, &plans, &selected)),
             num_local_experts: placement.local_experts(Rank(0)).len(),
             overlap: deployment.dispatch.overlap,
         };
@@ -383,8 +383,7 @@ fn load_layers(
         let verdict = graph::verdict((device.as_ref(), block.as_ref()), carried_by);
         let at_once = tokens_at_once(capacity_of(&options.deployment), options.num_tokens);
         let graphs = world.agree(graph::choose(wanted, (world, decision.layer), verdict, at_once))?;
-        let (num_ranks, is_on_device, is_recorded) = (world.size(), device.is_some(), graphs.is_ok());
-        let facts = overlap::Facts { asked, num_ranks, is_on_device, is_recorded };
+        let facts = overlap::Facts { asked, num_ranks: world.size(), is_recorded: graphs.is_ok() };
         let overlap = world.agree(facts.choose(decision.layer, overlapped.flatten()))?;
         if let (Err(why), Overlap::Auto, true) = (&overlap, asked, world.is_root()) {
             tracing::info!("chunks of {} do not overlap: {why}", decision.layer);

@@ -20,7 +20,7 @@ mod tests;
 
 use serde::Serialize;
 
-use crate::config::{Choice, Combine, CombineDtype, Deployment, Device, Levels, Links, Overlap, Payload, Transport};
+use crate::config::{Choice, Combine, CombineDtype, Deployment, Device, Levels, Links, Overlap, Payload};
 use crate::dispatch::capacity::{Capacity, Chunks};
 use crate::dispatch::nodes::Nodes;
 use crate::dispatch::overlap::{Cut, tokens_in_buffers};
@@ -241,13 +241,11 @@ impl<'a> Basis<'a> {
     }
 }
 
-/// How a run would cut steps, of ranks that drive GPUs and are several, and whose tokens are carried.
+/// How a run would cut steps, of ranks that drive GPUs and are several.
 fn cut(deployment: &Deployment, geometry: &MoeGeometry) -> Cut {
     let (num_topk, num_experts) = (geometry.num_topk, geometry.num_experts);
     match deployment.dispatch.overlap {
-        _ if deployment.cluster.device != Device::Gpu || deployment.dispatch.transport == Transport::Nvlink => {
-            Cut::Never
-        }
+        _ if deployment.cluster.device != Device::Gpu => Cut::Never,
         Overlap::Off => Cut::Never,
         Overlap::Auto => Cut::ByRows { num_topk, num_experts },
         Overlap::On => Cut::ByTokens,

@@ -2,9 +2,10 @@
 
 use serde::Serialize;
 
-use crate::config::{Levels, Payload};
+use crate::config::{Levels, Payload, Transport};
 use crate::dispatch::capacity::{BufferPlan, ForwardSizes};
 use crate::dispatch::combine::CombineMode;
+use crate::dispatch::region::tagged_plan_bytes;
 use crate::dispatch::travel::{buffer_sizes, combine_mode, row_form, token_layout};
 use crate::ids::Rank;
 use crate::select::{LayerDecision, SelectError, decide};
@@ -147,7 +148,11 @@ impl Basis<'_> {
     pub(super) fn buffers(&self, decision: &LayerDecision, (rank, num_local_experts): (Rank, usize)) -> BufferPlan {
         let forwards = (self.levels == Levels::Two).then(|| ForwardSizes::new(&self.nodes, rank));
         let sizes = buffer_sizes(self.geometry, decision, (self.flows.len(), num_local_experts), forwards);
-        BufferPlan::new(&sizes, self.num_buffered)
+        let mut plan = BufferPlan::new(&sizes, self.num_buffered);
+        if self.deployment.dispatch.transport == Transport::Nvlink {
+            plan.receive_bytes += tagged_plan_bytes(&sizes, self.tokens_at_once);
+        }
+        plan
     }
 
     pub(super) fn moved(&self, flow: &Flow, decision: &LayerDecision) -> Moved {

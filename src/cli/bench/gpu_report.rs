@@ -181,6 +181,7 @@ impl GpuReport {
                 "{} experts of {} x {}, median of {} graph replays, cold weights",
                 self.num_experts, self.hidden, self.intermediate, self.repeats
             ),
+            axis: "rows an expert",
             curves: forms
                 .iter()
                 .map(|&form| curve(form, form_name(form), &|row| at(row, row.median_us, row.says())))

@@ -32,13 +32,13 @@ pub struct LayerArgs {
     /// Times a whole layer of this checkpoint instead, its first, on GPUs: replayed as a CUDA graph and followed by hosts; under
     /// a launcher over all its ranks.
     #[arg(long, value_name = "DIR", conflicts_with_all = EXPERTS_ALONE,
-        conflicts_with_all = ["agreement", "travel", "load", "geometry", "rows", "isa", "threads"])]
+        conflicts_with_all = ["agreement", "travel", "load", "geometry", "rows", "isa", "threads", "plot"])]
     pub layer: Option<PathBuf>,
     /// Tokens of a rank; a line of the table each. The most is the declared capacity.
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_value = "1,8,64,512", requires = "layer")]
     pub layer_tokens: Vec<usize>,
     /// Times its routed part instead with chunks that travel over this while others are computed, next to whole steps.
-    #[arg(long, value_name = "TRANSPORT", value_parser = ["host", "nccl"], requires = "layer")]
+    #[arg(long, value_name = "TRANSPORT", value_parser = ["host", "nccl", "nvlink"], requires = "layer")]
     pub layer_overlap: Option<String>,
 }
 

@@ -34,7 +34,7 @@ pub struct LoadArgs {
     /// Times the loading of all routed experts of a checkpoint instead, by --backend with --threads: reading, checking of
     /// scales, packing, and the way to the GPU. Files that lie in no cache are read from disk the first time alone.
     #[arg(long, value_name = "CHECKPOINT", conflicts_with_all = EXPERTS_ALONE,
-        conflicts_with_all = ["agreement", "travel", "geometry", "rows", "activations"])]
+        conflicts_with_all = ["agreement", "travel", "geometry", "rows", "activations", "plot"])]
     pub load: Option<PathBuf>,
 }
 

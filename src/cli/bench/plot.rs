@@ -1,4 +1,4 @@
-//! A bench as a picture: time against rows, both in powers of their units, with what memory and arithmetic allow drawn in.
+//! A bench as a picture: time against rows or tokens, both in powers of their units, with what memory and arithmetic allow drawn in.
 //!
 //! A file of its own that fetches nothing; what is drawn says its numbers as titles.
 
@@ -31,7 +31,7 @@ text { font: 12px system-ui, sans-serif; fill: var(--ink); }\
 /// A measurement, or what a floor is there.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Point {
-    /// Rows of an expert.
+    /// Rows of an expert, or what else the axis counts.
     pub rows: usize,
     /// Microseconds.
     pub us: f64,
@@ -61,6 +61,8 @@ pub(super) struct Plot {
     pub title: String,
     /// Under the title.
     pub subtitle: String,
+    /// What is counted from left to right.
+    pub axis: &'static str,
     /// What was measured.
     pub curves: Vec<Curve>,
     /// What can't be beaten.
@@ -118,7 +120,7 @@ impl Plot {
         let whole = height + NAME_HEIGHT * (self.curves.len() + self.floors.len()) as f64;
         let markup = html! {
             svg xmlns="http://www.w3.org/2000/svg" viewBox={ "0 0 " (width) " " (whole) } width=(width) height=(whole) role="img" {
-                title { (self.title) ": microseconds against rows an expert" }
+                title { (self.title) ": microseconds against " (self.axis) }
                 style { (maud::PreEscaped(STYLE)) }
                 text x=(left) y="22" font-weight="bold" { (self.title) }
                 text x=(left) y="42" { (self.subtitle) }
@@ -159,7 +161,7 @@ impl Plot {
                 line.grid x1=(at) x2=(at) y1=(pixels(y.start)) y2=(pixels(y.end)) {}
                 text x=(at) y=(pixels(y.start + 18.0)) text-anchor="middle" { (rows) }
             }
-            text x=(pixels(f64::midpoint(x.start, x.end))) y=(pixels(y.start + 40.0)) text-anchor="middle" { "rows an expert" }
+            text x=(pixels(f64::midpoint(x.start, x.end))) y=(pixels(y.start + 40.0)) text-anchor="middle" { (self.axis) }
             text x=(pixels(x.start - 8.0)) y=(pixels(y.end - 8.0)) text-anchor="end" { "us" }
         }
     }
@@ -204,6 +206,7 @@ mod tests {
         Plot {
             title: "a & b <c>".to_owned(),
             subtitle: "of a GPU".to_owned(),
+            axis: "rows an expert",
             curves: vec![curve("uniform", &[(64, 500.0), (1, 250.0), (8, 260.0), (9, 261.0)])],
             floors: vec![curve("memory", &[(1, 230.0), (64, 230.0)]), curve("arithmetic", &[(1, 5.0), (64, 320.0)])],
         }

@@ -83,6 +83,7 @@ impl BenchReport {
                 "{} experts of {} x {}, median of {}",
                 self.num_experts, self.hidden, self.intermediate, self.repeats
             ),
+            axis: "rows an expert",
             curves: vec![curve("uniform".to_owned(), &|row| row.median_us)],
             floors: vec![
                 curve(format!("weights read at {read:.1} GB/s"), &|_| self.weight_bytes as f64 / read / 1e3),

@@ -119,13 +119,13 @@ fn nonsense_is_refused_with_its_option() {
 #[test]
 fn options_that_would_not_be_read_are_refused() {
     let experts = "--hidden=8 --intermediate=8 --experts=2 --rows-per-expert=1 --counts=f --tuning=on \
-                   --batch-invariant --alone --plot=f";
+                   --batch-invariant --alone";
     let modes = ["--agreement", "--travel --geometry=kimi-k3", "--load=k3", "--layer=k3"];
     let others = [
-        "--backend=wgmma --isa=avx2 --threads=2 --activations=bf16 --rows=one-hot --cache-dir=d",
+        "--backend=wgmma --isa=avx2 --threads=2 --activations=bf16 --rows=one-hot --cache-dir=d --plot=f",
         "--backend=wgmma --isa=avx2 --threads=2 --activations=bf16",
-        "--activations=bf16 --rows=one-hot --geometry=kimi-k3",
-        "--isa=avx2 --threads=2 --rows=one-hot --geometry=kimi-k3",
+        "--activations=bf16 --rows=one-hot --geometry=kimi-k3 --plot=f",
+        "--isa=avx2 --threads=2 --rows=one-hot --geometry=kimi-k3 --plot=f",
     ];
     let parse = |line: &str| Line::try_parse_from(std::iter::once("bench").chain(line.split_whitespace()));
     for (mode, others) in modes.iter().zip(others) {

@@ -3,6 +3,7 @@
 //! Experts give back what they get, so that what comes home shows what travelled: every transport has to give the same bits. With
 //! `--steps` steps of random sizes are compared instead of timed.
 
+mod goals;
 mod random;
 mod report;
 
@@ -15,15 +16,17 @@ use super::super::world::{StartError, with_world};
 use super::figures::{median, show_at_root, slowest, us};
 use super::rows::RowForm;
 use super::work::Noise;
-use super::{BenchArgs, BenchGeometry, EXPERTS_ALONE, REPEATS, repeats};
+use super::{BenchArgs, BenchGeometry, EXPERTS_ALONE, REPEATS, draw, repeats};
 use crate::config::{Choice as _, Overlap, Payload, Transport};
 use crate::cuda::{DeviceBuffer, Event};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::{CombineMode, RowForm as ReturnedForm};
-use crate::dispatch::device::{Buffers, DeviceTokens, DeviceTransport, Echo, Forms, Stages, Way};
+use crate::dispatch::device::{
+    Buffers, DeviceTokens, DeviceTransport, Echo, Forms, LiveExtent, Recorded, Recording, Stages, Way,
+};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
 use crate::dispatch::placement::Placement;
-use crate::dispatch::region::Rooms;
+use crate::dispatch::region::{NUM_HOMES, Rooms, RowSizes};
 use crate::dispatch::travel::Travel;
 use crate::env::EnvVars;
 use crate::exit::Exit;
@@ -32,10 +35,16 @@ use crate::gpu::{Gpu, GpuError};
 use crate::ids::{LayerIdx, Rank};
 use crate::layer::{Carriers, Needs};
 use crate::world::{Phase, World};
-use report::{TravelReport, TravelRow};
+use report::{Replayed, TravelReport, TravelRow};
 
 /// FC1's `input_scale` of the made-up tokens, whose sigma is 1.
 const INPUT_SCALE: f32 = super::work::TOKEN_SCALE;
+
+/// Rounds of a replay, the first of which aligns ranks and does not count.
+const NUM_ROUNDS: usize = 9;
+
+/// Chunks of a random step, at most.
+const MAX_CHUNKS: usize = 16;
 
 /// Repeats before those that count.
 const NUM_WARM: usize = 3;
@@ -65,8 +74,11 @@ pub struct TravelArgs {
         requires = "travel")]
     pub transports: Vec<Transport>,
     /// Compares so many steps of 0 to 512 tokens a rank, of random forms, masks and routing, and times nothing.
-    #[arg(long, value_name = "N", requires = "travel")]
+    #[arg(long, value_name = "N", requires = "travel", conflicts_with = "plot")]
     pub steps: Option<u64>,
+    /// Cuts each of these steps into up to N chunks as well, which overlap.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = chunks, requires = "steps")]
+    pub chunks: usize,
     /// What the random steps are drawn from.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "travel")]
     pub seed: u64,
@@ -74,6 +86,13 @@ pub struct TravelArgs {
 
 fn payload(text: &str) -> Result<Payload, String> {
     Payload::from_name(text).filter(|form| *form != Payload::Auto).ok_or_else(|| "give bf16, nvfp4 or f32".to_owned())
+}
+
+fn chunks(text: &str) -> Result<usize, String> {
+    text.parse()
+        .ok()
+        .filter(|chunks| (1..=MAX_CHUNKS).contains(chunks))
+        .ok_or_else(|| format!("give 1 to {MAX_CHUNKS}"))
 }
 
 fn transport(text: &str) -> Result<Transport, String> {
@@ -116,13 +135,16 @@ impl Form {
     }
 
     /// Room that chunks of so many tokens need.
-    fn rooms(&self, shape: Shape, num_ranks: usize, num_tokens: usize) -> Rooms {
+    fn rooms(&self, shape: Shape, num_ranks: usize, num_tokens: [usize; NUM_HOMES]) -> Rooms {
         let travel = self.forms(shape, num_ranks).travel;
-        let home_rows = if self.mode == CombineMode::Slot { shape.num_topk } else { shape.num_topk.min(num_ranks) };
-        Rooms {
-            room_bytes: num_tokens * travel.layout(shape.num_topk).row_bytes(),
-            home_bytes: num_tokens * home_rows * self.returned.row_bytes(shape.hidden),
-        }
+        let sizes = RowSizes {
+            num_ranks,
+            num_topk: shape.num_topk,
+            token_bytes: travel.layout(shape.num_topk).row_bytes(),
+            return_bytes: self.returned.row_bytes(shape.hidden),
+            per_slot: self.mode == CombineMode::Slot,
+        };
+        Rooms::new(&sizes, num_tokens)
     }
 }
 
@@ -131,7 +153,7 @@ impl Form {
 /// # Errors
 /// If no measurements are asked for, no transport can be had, two of them differ, or standard output can't be written.
 pub(super) fn command(bench: &BenchArgs, geometry: BenchGeometry, env: &EnvVars) -> Result<Exit, Failure> {
-    let (args, forms, as_json) = (&bench.travel, &bench.rows[..], bench.json);
+    let (bench_args, args, forms, as_json) = (bench, &bench.travel, &bench.rows[..], bench.json);
     with_world(env, |world| {
         let repeats = world.agree(repeats(bench, REPEATS))?;
         let start = Phase { name: "start", limit: Duration::from_secs(120), key: "LOCKSTEP_START_S" };
@@ -144,7 +166,8 @@ pub(super) fn command(bench: &BenchArgs, geometry: BenchGeometry, env: &EnvVars)
             show_at_root(world, &report, as_json)?;
             return Ok(if report.num_different == 0 { Exit::Fine } else { Exit::WrongResult });
         }
-        let report = measure(&bench, (Shape::of(geometry), forms, repeats))?;
+        let report = measure(&bench, (geometry, forms, repeats))?;
+        world.agree(if world.is_root() { draw(bench_args, || report.plot()) } else { Ok(()) })?;
         show_at_root(world, &report, as_json)?;
         Ok(if report.rows.iter().all(|row| row.is_alike) { Exit::Fine } else { Exit::WrongResult })
     })
@@ -170,7 +193,7 @@ impl Bench<'_> {
             gpu: Some(self.gpu),
             rooms,
             num_local_experts: Placement::new(num_experts, world.size()).local_experts(Rank(0)).len(),
-            overlap: Overlap::Off,
+            overlap: if self.args.chunks > 1 { Overlap::On } else { Overlap::Off },
         };
         let mut ways = Vec::new();
         for &transport in &self.args.transports {
@@ -182,9 +205,15 @@ impl Bench<'_> {
         Ok(ways)
     }
 
-    fn transport(&self, (shape, form): (Shape, Form), way: &Way, layer: u32) -> Result<DeviceTransport, GpuError> {
-        let stages = Stages::new(self.gpu, form.forms(shape, self.world.size()), self.world.rank())?;
-        Ok(DeviceTransport::new(self.gpu, stages, way.clone(), LayerIdx(layer)))
+    fn transport(
+        &self,
+        lane: &Gpu,
+        (shape, form): (Shape, Form),
+        way: &Way,
+        layer: u32,
+    ) -> Result<DeviceTransport, GpuError> {
+        let stages = Stages::new(lane, form.forms(shape, self.world.size()), self.world.rank())?;
+        Ok(DeviceTransport::new(lane, stages, way.clone(), LayerIdx(layer)))
     }
 }
 
@@ -232,8 +261,9 @@ fn upload(gpu: &Gpu, values: &[f32], ids: &[i32], weights: &[f32]) -> Result<Tok
 
 fn measure(
     bench: &Bench<'_>,
-    (shape, row_forms, repeats): (Shape, &[RowForm], usize),
+    (geometry, row_forms, repeats): (BenchGeometry, &[RowForm], usize),
 ) -> Result<TravelReport, Failure> {
+    let shape = Shape::of(geometry);
     let Bench { world, gpu, args, .. } = *bench;
     let payload = match args.payload {
         Payload::F32 => PayloadForm::F32,
@@ -242,7 +272,7 @@ fn measure(
     };
     let form = Form { payload, mode: CombineMode::Rank, returned: CombineForm::Bf16 };
     let most = args.tokens.iter().copied().max().unwrap_or(1);
-    let ways = bench.ways(form.rooms(shape, world.size(), most), shape.num_experts)?;
+    let ways = bench.ways(form.rooms(shape, world.size(), [most, 0]), shape.num_experts)?;
     let mut buffers = world.agree(Buffers::new(gpu))?;
     let echo = world.agree(Echo::new(gpu, shape.hidden))?;
     let mut noise = Noise(u64::from(world.rank().0) + 1);
@@ -256,11 +286,20 @@ fn measure(
             let tokens = world.agree(upload(gpu, values, &ids, weights))?;
             let mut first: Option<Vec<f32>> = None;
             for way in &ways {
-                let transport = world.agree(bench.transport((shape, form), way, 0))?;
+                let transport = world.agree(bench.transport(gpu, (shape, form), way, 0))?;
                 let mut step = Step { bench, transport: &transport, echo: &echo, tokens: &tokens, num_tokens, shape };
                 let timed = step.time(&mut buffers, repeats)?;
-                let is_alike = *first.get_or_insert_with(|| timed.out.clone()) == timed.out;
-                rows.push(timed.row(bench, way.transport(), (row_form, num_tokens), is_alike));
+                let first = first.get_or_insert_with(|| timed.out.clone());
+                let mut is_alike = *first == timed.out;
+                let replayed = step.replay(&mut buffers, repeats)?;
+                let replayed = replayed.map(|Replay { times_us, sums }| {
+                    is_alike &= *first == sums;
+                    Replayed::new(times_us, [timed.dispatch_bytes, timed.combine_bytes])
+                });
+                let is_like_goals = world.size() == 2 && payload == PayloadForm::Bf16 && row_form == RowForm::Uniform;
+                let goal = goals::of(geometry, num_tokens).filter(|_| is_like_goals);
+                let row = timed.row(bench, way.transport(), (row_form, num_tokens), is_alike);
+                rows.push(TravelRow { replayed, goal, ..row });
             }
         }
     }
@@ -304,6 +343,14 @@ struct Timed {
     out: Vec<f32>,
 }
 
+/// What rounds of a replay took.
+struct Replay {
+    /// Dispatch and combine.
+    times_us: [f64; 2],
+    /// What came home.
+    sums: Vec<f32>,
+}
+
 impl Step<'_> {
     fn time(&mut self, buffers: &mut Buffers, repeats: usize) -> Result<Timed, Failure> {
         let Bench { world, gpu, .. } = *self.bench;
@@ -327,6 +374,40 @@ impl Step<'_> {
         Ok(Timed { dispatch_us: median(&dispatch), combine_us: median(&combine), dispatch_bytes, combine_bytes, out })
     }
 
+    /// The same in replays, where no host has to follow.
+    fn replay(&mut self, buffers: &mut Buffers, repeats: usize) -> Result<Option<Replay>, Failure> {
+        let Bench { world, gpu, .. } = *self.bench;
+        let num_values = self.num_tokens * self.shape.hidden;
+        let mut out = world.agree(DeviceBuffer::zeroed(gpu.stream(), num_values).map_err(GpuError::from))?;
+        let (max_tokens, num_topk) = (self.num_tokens, self.shape.num_topk);
+        let recorded = Recorded {
+            transport: self.transport,
+            echo: self.echo,
+            buffers,
+            tokens: self.device_tokens(0),
+            out: &mut out,
+            extent: LiveExtent { max_tokens, num_ranks: world.size(), num_topk },
+        };
+        let Some(mut recording) = Recording::new((world, gpu), recorded, NUM_ROUNDS)? else { return Ok(None) };
+        let (mut dispatch, mut combine) = (Vec::new(), Vec::new());
+        for repeat in 0..NUM_WARM + repeats {
+            world.barrier();
+            let rounds = recording.replay(world, repeat as u64 + 1)?;
+            for round in rounds.iter().skip(1).filter(|_| repeat >= NUM_WARM) {
+                dispatch.push(slowest(world, us(round.dispatch)));
+                combine.push(slowest(world, us(round.combine)));
+            }
+        }
+        let sums = world.agree(recording.sums().map_err(GpuError::from))?;
+        Ok(Some(Replay { times_us: [median(&dispatch), median(&combine)], sums }))
+    }
+
+    fn device_tokens(&self, step: u64) -> DeviceTokens<'_> {
+        let Tokens { values, ids, weights } = self.tokens;
+        let (tokens, num_topk) = (0..self.num_tokens, self.shape.num_topk);
+        DeviceTokens { values, ids, weights, tokens, num_topk, step, chunk: 0, of_step: None, live_tokens: 0 }
+    }
+
     /// Once: what dispatch and combine took on the device, and the bytes that left.
     fn run(
         &self,
@@ -335,19 +416,7 @@ impl Step<'_> {
         bytes: &mut [f64; 2],
     ) -> Result<[f64; 2], CarryError> {
         let Bench { world, gpu, .. } = *self.bench;
-        let (stream, num_topk) = (gpu.stream(), self.shape.num_topk);
-        let Tokens { values, ids, weights } = self.tokens;
-        let tokens = DeviceTokens {
-            values,
-            ids,
-            weights,
-            tokens: 0..self.num_tokens,
-            num_topk,
-            step,
-            chunk: 0,
-            of_step: None,
-            live_tokens: 0,
-        };
+        let (stream, tokens) = (gpu.stream(), self.device_tokens(step));
         let sent = || world.exchanged().sent_bytes as f64;
         let before = sent();
         marks[0].record(stream)?;
@@ -391,6 +460,8 @@ impl Timed {
             combine_bytes: self.combine_bytes,
             combine_us: self.combine_us,
             combine_gbyte_per_s: rate(self.combine_bytes, self.combine_us),
+            replayed: None,
+            goal: None,
             is_alike,
         }
     }

@@ -66,6 +66,8 @@ impl Buffers {
 buffers! {
     /// `[2 * num_ranks + num_experts]` what leaves, counted.
     totals: u32,
+    /// The same of a whole step, where devices tell each other that.
+    step_totals: u32,
     /// Counts of what leaves, by tile.
     send_tiles: u32,
     /// `[num_tokens, num_topk]` places in tiles.

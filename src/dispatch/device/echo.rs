@@ -1,6 +1,6 @@
 //! Experts that give back what they get, for those who look at dispatch and combine alone.
 
-use super::{Buffers, DeviceHandle};
+use super::{Buffers, DeviceHandle, LiveStep};
 use crate::cuda::{Function, LaunchShape};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::jit::kernels::dispatch::NUM_THREADS;
@@ -33,12 +33,24 @@ impl Echo {
     /// # Errors
     /// If there is no memory or the driver fails.
     pub fn queue(&self, buffers: &mut Buffers, handle: &DeviceHandle) -> Result<(), GpuError> {
-        let num_rows = handle.received.total_rows();
+        self.launch(buffers, handle.received.total_rows(), 0)
+    }
+
+    /// The same where the device alone knows how many rows there are, of `max_rows`.
+    ///
+    /// # Errors
+    /// As [`Echo::queue`].
+    pub fn queue_live(&self, buffers: &mut Buffers, max_rows: usize, live: &LiveStep) -> Result<(), GpuError> {
+        self.launch(buffers, max_rows, live.rows_address())
+    }
+
+    fn launch(&self, buffers: &mut Buffers, num_rows: usize, live_rows: u64) -> Result<(), GpuError> {
         grow(&mut buffers.rows, num_rows * self.hidden)?;
         let args = EchoArgs {
             tokens: buffers.tokens.address(),
             row_token: buffers.row_token.address(),
             rows: buffers.rows.address(),
+            live_rows,
             num_rows: num_rows as u64,
         };
         let num_blocks = u32::try_from(num_rows.min(MAX_BLOCKS)).unwrap_or(0);

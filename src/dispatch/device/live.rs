@@ -14,8 +14,8 @@ use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
-use crate::dispatch::nvlink::Push;
-use crate::dispatch::region::{Flag, MAX_PEERS, Rooms};
+use crate::dispatch::nvlink::{Counts, Push};
+use crate::dispatch::region::{Flag, MAX_PEERS, Rooms, are_tagged};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::jit::kernels::live::{FromHost, Live, Settle, SettleArgs};
 use crate::jit::kernels::nvlink::Run;
@@ -109,6 +109,12 @@ impl LiveStep {
         self.at(offset_of!(Live, from_host) + offset_of!(FromHost, num_tokens))
     }
 
+    /// Where the number of rows of this rank's experts lies, likewise.
+    #[must_use]
+    pub fn rows_address(&self) -> u64 {
+        self.at(offset_of!(Live, num_rows))
+    }
+
     fn word_address(&self) -> u64 {
         self.at(offset_of!(Live, from_host) + offset_of!(FromHost, word))
     }
@@ -130,14 +136,9 @@ impl DeviceTransport {
     /// If memory that other ranks store into has to grow and can't.
     pub fn begin_alone(&self, world: &World, extent: LiveExtent, step: u64) -> Result<Option<Push>, CarryError> {
         let Way::Pushed(nvlink) = &self.way else { return Ok(None) };
-        let travel = self.stages.forms().travel;
-        let per_slot = travel.mode == CombineMode::Slot;
-        let home_rows = if per_slot { extent.num_topk } else { extent.num_topk.min(extent.num_ranks) };
-        let rooms = Rooms {
-            room_bytes: extent.max_tokens * travel.layout(extent.num_topk).row_bytes(),
-            home_bytes: extent.max_tokens * home_rows * self.return_bytes(),
-        };
-        Ok(Some(nvlink.begin(world, rooms, (self.layer, step))?))
+        // Replays know one home: their steps are whole.
+        let rooms = Rooms::new(&self.row_sizes(extent.num_ranks, extent.num_topk), [extent.max_tokens, 0]);
+        Ok(Some(nvlink.begin((world, &self.gpu), rooms, (self.layer, step), 0)?))
     }
 
     /// Queues what brings this rank's tokens to their experts and those of others here. `tokens` are all that there may be, and
@@ -157,10 +158,20 @@ impl DeviceTransport {
         let push = push.map(|push| push.with_live_word(live.word_address()));
         self.stages.count(buffers, tokens)?;
         if let (Some(push), Way::Pushed(nvlink)) = (&push, &self.way) {
-            nvlink.launch_tell(push, &buffers.totals, travel.placement, per_slot)?;
-            nvlink.queue_hear(push, Flag::Counts)?;
-            self.stages.pack(buffers, tokens, Some(push))?;
-            nvlink.queue_hear(push, Flag::Tokens)?;
+            let totals = buffers.totals.address();
+            let counts = Counts { totals, of_step: 0, placement: travel.placement, per_slot };
+            nvlink.launch_tell(&self.gpu, push, &counts)?;
+            if are_tagged(extent.max_tokens, self.takes_turns) {
+                let row_bytes = travel.layout(extent.num_topk).row_bytes();
+                self.stages.pack(buffers, tokens, None)?;
+                nvlink.send_tagged(&self.gpu, push, (&buffers.packed, &buffers.totals), row_bytes)?;
+                nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
+                nvlink.take_tagged(&self.gpu, push, row_bytes)?;
+            } else {
+                nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
+                self.stages.pack(buffers, tokens, Some(push))?;
+                nvlink.queue_hear(&self.gpu, push, Flag::Tokens)?;
+            }
         } else {
             self.stages.pack(buffers, tokens, None)?;
         }
@@ -227,7 +238,7 @@ impl DeviceTransport {
                 let homes = Some((Run::whole(0), push.raise(Flag::Rows)));
                 let runs = LiveRuns { runs: live.at(offset_of!(Live, homes)), count };
                 self.stages.queue_give_back(buffers, most, extent.num_topk, homes, runs)?;
-                nvlink.queue_hear(&push, Flag::Rows)?;
+                nvlink.queue_hear(&self.gpu, &push, Flag::Rows)?;
                 push.home()
             }
             _ => {

@@ -9,6 +9,7 @@
 mod buffers;
 mod echo;
 mod live;
+mod recording;
 mod stages;
 mod two_level;
 
@@ -19,6 +20,7 @@ use std::time::Instant;
 pub use buffers::Buffers;
 pub use echo::Echo;
 pub use live::{LiveExtent, LiveStep};
+pub use recording::{Recorded, Recording, RoundTimes};
 pub use stages::{Forms, Stages};
 pub use two_level::TwoLevels;
 
@@ -27,8 +29,9 @@ use crate::cuda::DeviceBuffer;
 use crate::dispatch::carrier::{Carrier, CarryError, Runs};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{Miscount, ReceivedCounts, SentCounts, message_len};
-use crate::dispatch::nvlink::{Nvlink, Push};
-use crate::dispatch::region::{Flag, Rooms};
+use crate::dispatch::nvlink::{Counts, Nvlink, Push};
+use crate::dispatch::overlap::set_of;
+use crate::dispatch::region::{Flag, Rooms, RowSizes, are_tagged};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::Run;
@@ -125,13 +128,21 @@ pub struct DeviceTransport {
     layer: LayerIdx,
     /// Where tokens go in two levels.
     two_levels: Option<TwoLevels>,
+    /// Chunks of a step take turns in two sets of what lies in other ranks' memory twice.
+    takes_turns: bool,
 }
 
 impl DeviceTransport {
     /// Carries tokens of `layer` as `stages` pack them, in the lane that these were loaded for.
     #[must_use]
     pub fn new(gpu: &Gpu, stages: Stages, way: Way, layer: LayerIdx) -> Self {
-        Self { gpu: gpu.clone(), stages, way, layer, two_levels: None }
+        Self { gpu: gpu.clone(), stages, way, layer, two_levels: None, takes_turns: false }
+    }
+
+    /// For steps whose chunks overlap: two are under way.
+    #[must_use]
+    pub fn in_turns(self) -> Self {
+        Self { takes_turns: true, ..self }
     }
 
     /// In two levels, where there are any. Rows that are stored into other ranks' memory know one alone, so that no such layer is
@@ -149,7 +160,7 @@ impl DeviceTransport {
     pub fn wait_for_all(&self, world: &World) -> Result<(), CarryError> {
         match &self.way {
             Way::Carried(_) => Ok(()),
-            Way::Pushed(nvlink) => Ok(nvlink.wait_for_all(world, "rows of a step")?),
+            Way::Pushed(nvlink) => Ok(nvlink.wait_for_all((world, &self.gpu), "rows of a step")?),
         }
     }
 
@@ -229,6 +240,18 @@ impl DeviceTransport {
         self.stages.count_step(buffers, &DeviceTokens { tokens: step, ..tokens.clone() })
     }
 
+    /// The same for devices that tell each other: the address of what was counted; 0 where nothing is wanted.
+    fn count_step_for_device(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<u64, GpuError> {
+        if tokens.of_step.is_none() {
+            return Ok(0);
+        }
+        self.count_step(buffers, tokens)?;
+        let num_words = buffers.totals.len();
+        grow(&mut buffers.step_totals, num_words)?;
+        buffers.step_totals.copy_from(self.gpu.stream(), 0, &buffers.totals, 0..num_words)?;
+        Ok(buffers.step_totals.address())
+    }
+
     /// The rows of this rank's experts in it, once the counts have come; collective, where they are wanted.
     fn tell_step(
         &self,
@@ -250,19 +273,32 @@ impl DeviceTransport {
     ) -> Result<DeviceHandle, CarryError> {
         let travel = self.stages.forms().travel;
         let (placement, num_topk, per_slot) = (travel.placement, tokens.num_topk, travel.mode == CombineMode::Slot);
-        let (row_bytes, return_bytes) = (travel.layout(num_topk).row_bytes(), self.return_bytes());
-        // Of a token's ranks no more than there are ranks.
-        let home_rows = if per_slot { num_topk } else { num_topk.min(world.size()) };
-        let rooms = Rooms { room_bytes: chunk_tokens * row_bytes, home_bytes: chunk_tokens * home_rows * return_bytes };
-        let push = nvlink.begin(world, rooms, (self.layer, tokens.step))?;
+        let row_bytes = travel.layout(num_topk).row_bytes();
+        let place = (world, &self.gpu);
+        // Room for all chunks of a step before its first is under way.
+        let (second_home, home) = if self.takes_turns { (chunk_tokens, set_of(tokens.chunk)) } else { (0, 0) };
+        let rooms = Rooms::new(&self.row_sizes(world.size(), num_topk), [chunk_tokens, second_home]);
+        let push = nvlink.begin(place, rooms, (self.layer, tokens.step), home)?;
+        let of_step = self.count_step_for_device(buffers, tokens)?;
+        let push = push.telling_step(of_step != 0);
         self.stages.count(buffers, tokens)?;
-        nvlink.exchange_counts(world, &push, &buffers.totals, (placement, per_slot))?;
-        self.gpu.move_mark(&mut buffers.counted)?;
-        self.stages.pack(buffers, tokens, Some(&push))?;
-        // Hearing needs no count of the host's either.
-        nvlink.hear(world, &push, Flag::Tokens)?;
+        let counts = Counts { totals: buffers.totals.address(), of_step, placement, per_slot };
+        if are_tagged(chunk_tokens, self.takes_turns) {
+            nvlink.launch_tell(&self.gpu, &push, &counts)?;
+            self.stages.pack(buffers, tokens, None)?;
+            nvlink.send_tagged(&self.gpu, &push, (&buffers.packed, &buffers.totals), row_bytes)?;
+            nvlink.hear(place, &push, Flag::Counts)?;
+            self.gpu.move_mark(&mut buffers.counted)?;
+            nvlink.take_tagged(&self.gpu, &push, row_bytes)?;
+        } else {
+            nvlink.exchange_counts(place, &push, &counts)?;
+            self.gpu.move_mark(&mut buffers.counted)?;
+            self.stages.pack(buffers, tokens, Some(&push))?;
+            // Hearing needs no count of the host's either.
+            nvlink.hear(place, &push, Flag::Tokens)?;
+        }
         self.gpu.count_wait();
-        nvlink.wait(world, "counts of what comes", &buffers.counted)?;
+        nvlink.wait(place, "counts of what comes", &buffers.counted)?;
         let sent = SentCounts::new(placement, &buffers.host_totals, (tokens.tokens.len(), num_topk))?;
         let num_local_experts = placement.local_experts(world.rank()).len();
         let told = nvlink.told(num_local_experts, (chunk_tokens, num_topk))?;
@@ -271,7 +307,17 @@ impl DeviceTransport {
         count_pushed(world, Cargo::Tokens, [&sent.num_tokens, &received.num_tokens], row_bytes);
         self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
         let home_starts = told.iter().map(|told| told.home_start).collect();
-        Ok(DeviceHandle::in_one_level(world, (sent, received), Some(Pushed { push, home_starts })))
+        let rows_of = |expert: usize| told.iter().map(|told| told.rows_of_step[expert] as usize).sum();
+        let rows_of_step = (of_step != 0).then(|| (0..num_local_experts).map(rows_of).collect());
+        let pushed = Some(Pushed { push, home_starts });
+        Ok(DeviceHandle { rows_of_step, ..DeviceHandle::in_one_level(world, (sent, received), pushed) })
+    }
+
+    /// What decides the room that its tokens and rows take in other ranks' memory.
+    fn row_sizes(&self, num_ranks: usize, num_topk: usize) -> RowSizes {
+        let travel = self.stages.forms().travel;
+        let (token_bytes, return_bytes) = (travel.layout(num_topk).row_bytes(), self.return_bytes());
+        RowSizes { num_ranks, num_topk, token_bytes, return_bytes, per_slot: travel.mode == CombineMode::Slot }
     }
 
     /// Bytes of a row that comes back.
@@ -304,7 +350,7 @@ impl DeviceTransport {
                 let homes = Some((homes, push.raise(Flag::Rows)));
                 self.stages.give_back(buffers, &handle.received, tokens.num_topk, homes)?;
                 count_pushed(world, Cargo::Rows, [num_back, num_home], row_bytes);
-                nvlink.hear(world, push, Flag::Rows)?;
+                nvlink.hear((world, &self.gpu), push, Flag::Rows)?;
                 push.home()
             }
             (Way::Carried(carrier), _) if world.size() > 1 => {

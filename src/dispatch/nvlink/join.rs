@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use super::{Nvlink, NvlinkError, State};
-use crate::cuda::{Device, DeviceBuffer, Function, PeerMemory, PinnedBuffer, SHARED_GRANULE_BYTES, SharedHandle};
+use super::{Functions, Nvlink, NvlinkError, State};
+use crate::cuda::{Device, DeviceBuffer, PeerMemory, PinnedBuffer, SHARED_GRANULE_BYTES, SharedHandle};
 use crate::dispatch::region::{ALARM_WORDS, MAX_PEERS, Region, Rooms};
 use crate::gpu::Gpu;
 use crate::ids::Rank;
-use crate::jit::kernels::nvlink::NvlinkKernels;
 use crate::world::World;
 
 /// What a rank builds its end from; all but the GPU is equal on all ranks.
@@ -120,8 +119,7 @@ pub struct Prepared {
     options: NvlinkOptions,
     own: Own,
     told: Vec<u8>,
-    tell: Function,
-    hear: Function,
+    functions: Functions,
 }
 
 impl Prepared {
@@ -135,12 +133,10 @@ impl Prepared {
             return Err(NvlinkError::TooManyRanks { num_ranks });
         }
         let gpu = &options.gpu;
-        let request = NvlinkKernels.request(gpu.arch());
-        let tell = gpu.function(request.clone(), NvlinkKernels::TELL, 0)?;
-        let hear = gpu.function(request, NvlinkKernels::HEAR, 0)?;
+        let functions = Functions::load(gpu)?;
         let own = Own::new(gpu, Region::new(num_ranks, options.num_local_experts, options.rooms))?;
         let told = own.told(world)?;
-        Ok(Self { options, own, told, tell, hear })
+        Ok(Self { options, own, told, functions })
     }
 
     /// What the other ranks have to know.
@@ -154,7 +150,7 @@ impl Prepared {
     /// # Errors
     /// If one is on another host, there is no peer access, or a handle does not open.
     pub fn open(self, world: &World, told: &[Vec<u8>]) -> Result<Nvlink, NvlinkError> {
-        let Self { options, own, tell, hear, .. } = self;
+        let Self { options, own, functions, .. } = self;
         let opened = Opened::open(world, &own, told)?;
         let device = options.gpu.device();
         let host_counts = PinnedBuffer::zeroed(device, world.size() * own.region.num_words())?;
@@ -162,7 +158,7 @@ impl Prepared {
         let done = DeviceBuffer::zeroed(options.gpu.stream(), 1)?;
         let mark = options.gpu.mark()?;
         let state = State { opened, own, host_counts, host_alarms, done, epoch: 0 };
-        Ok(Nvlink::new(options, (tell, hear), mark, state))
+        Ok(Nvlink::new(options, functions, mark, state))
     }
 }
 

@@ -16,7 +16,7 @@ pub use join::{NvlinkOptions, Prepared};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::placement::Placement;
 use crate::dispatch::region::{ALARM_WORDS, Alarm, ChunkTag, Flag, MAX_PEERS, Region, Rooms};
-use crate::gpu::{Mark, count_growth};
+use crate::gpu::{Gpu, GpuError, Mark, count_growth};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::{NvlinkArgs, NvlinkKernels, Raise, Run};
 use crate::world::World;
@@ -32,11 +32,32 @@ const STORING: &str = "stores into other ranks' memory";
 #[derive(Debug)]
 pub struct Nvlink {
     options: NvlinkOptions,
-    tell: Function,
-    hear: Function,
+    functions: Functions,
     state: RefCell<Option<State>>,
     /// Behind what a wait of its own is for.
     mark: RefCell<Mark>,
+}
+
+/// The kernels of `kernels/nvlink.cu`.
+#[derive(Debug)]
+struct Functions {
+    tell: Function,
+    hear: Function,
+    send: Function,
+    take: Function,
+}
+
+impl Functions {
+    fn load(gpu: &Gpu) -> Result<Self, GpuError> {
+        let request = NvlinkKernels.request(gpu.arch());
+        let load = |name| gpu.function(request.clone(), name, 0);
+        Ok(Self {
+            tell: load(NvlinkKernels::TELL)?,
+            hear: load(NvlinkKernels::HEAR)?,
+            send: load(NvlinkKernels::SEND)?,
+            take: load(NvlinkKernels::TAKE)?,
+        })
+    }
 }
 
 /// What there is until it is given up.
@@ -64,6 +85,23 @@ pub struct Push {
     done: u64,
     rank: usize,
     num_ranks: usize,
+    /// Which home its rows come to, everywhere.
+    home: usize,
+    /// Rows of a whole step are told with its counts.
+    tells_step: bool,
+}
+
+/// What a rank tells of a chunk: counts that lie on its device.
+#[derive(Debug, Clone, Copy)]
+pub struct Counts {
+    /// Address of `[2 * num_ranks + num_experts]` tokens and slots for each rank, rows of each expert.
+    pub totals: u64,
+    /// Address of the same of the whole step, where it was cut and this is its first chunk; else 0.
+    pub of_step: u64,
+    /// Who has which expert.
+    pub placement: Placement,
+    /// Each slot's row comes home by itself.
+    pub per_slot: bool,
 }
 
 /// What one rank told of a chunk.
@@ -71,6 +109,8 @@ pub struct Push {
 pub struct Told {
     /// Tokens that come, then the rows of each of this rank's experts.
     pub counts: Vec<u32>,
+    /// Those of the whole step, where they were told.
+    pub rows_of_step: Vec<u32>,
     /// The row of its home at which this rank's begin.
     pub home_start: usize,
 }
@@ -85,7 +125,7 @@ impl Push {
     /// What a kernel raises behind `flag`'s stores.
     #[must_use]
     pub fn raise(&self, flag: Flag) -> Raise {
-        let at = (self.region.flags_at(flag) + 8 * self.rank) as u64;
+        let at = (self.region.flags_at(flag, self.home) + 8 * self.rank) as u64;
         let flags = self.regions.map(|region| region.wrapping_add(at));
         // A world of more than MAX_PEERS has no regions.
         let num_ranks = u32::try_from(self.num_ranks).unwrap_or(0);
@@ -103,7 +143,7 @@ impl Push {
     /// Where rows go home to, `num_rows[r]` of them to rank `r`, whose begin at row `home_starts[r]` there.
     #[must_use]
     pub fn homes(&self, num_rows: &[usize], home_starts: &[usize], row_bytes: usize) -> [Run; MAX_PEERS] {
-        let at = |rank: usize| (self.region.home_at() + home_starts[rank] * row_bytes) as u64;
+        let at = |rank: usize| (self.region.home_at(self.home) + home_starts[rank] * row_bytes) as u64;
         Run::of(num_rows, row_bytes, |rank| self.regions[rank] + at(rank))
     }
 
@@ -111,6 +151,12 @@ impl Push {
     #[must_use]
     pub fn with_live_word(self, live_word: u64) -> Self {
         Self { live_word, ..self }
+    }
+
+    /// With rows of a whole step among the counts, or without.
+    #[must_use]
+    pub fn telling_step(self, tells_step: bool) -> Self {
+        Self { tells_step, ..self }
     }
 
     /// What its flags hold.
@@ -122,7 +168,7 @@ impl Push {
     /// Where each rank's home begins, as this device sees it.
     #[must_use]
     pub fn home_addresses(&self) -> [u64; MAX_PEERS] {
-        self.regions.map(|region| region.wrapping_add(self.region.home_at() as u64))
+        self.regions.map(|region| region.wrapping_add(self.region.home_at(self.home) as u64))
     }
 
     /// Where what ranks told lies here, and how many words each has; where rank 0's tokens lie, and bytes from rank to rank.
@@ -136,13 +182,13 @@ impl Push {
     /// Where rows come home to.
     #[must_use]
     pub fn home(&self) -> u64 {
-        self.regions[self.rank] + self.region.home_at() as u64
+        self.regions[self.rank] + self.region.home_at(self.home) as u64
     }
 }
 
 impl Nvlink {
-    fn new(options: NvlinkOptions, (tell, hear): (Function, Function), mark: Mark, state: State) -> Self {
-        Self { options, tell, hear, state: RefCell::new(Some(state)), mark: RefCell::new(mark) }
+    fn new(options: NvlinkOptions, functions: Functions, mark: Mark, state: State) -> Self {
+        Self { options, functions, state: RefCell::new(Some(state)), mark: RefCell::new(mark) }
     }
 
     fn with<T>(&self, f: impl FnOnce(&mut State) -> Result<T, NvlinkError>) -> Result<T, NvlinkError> {
@@ -160,15 +206,15 @@ impl Nvlink {
         let (num_ranks, rank) = (world.size(), world.rank());
         let placement = Placement::new(0, num_ranks);
         let totals = DeviceBuffer::from_slice(gpu.stream(), &vec![rank.0 + 1; 2 * num_ranks])?;
-        let push = self.begin(world, Rooms::default(), (LayerIdx(0), 0))?;
-        let stored =
-            self.launch_tell(&push, &totals, placement, false).and_then(|()| Ok(gpu.stream().synchronise()?));
+        let push = self.begin((world, gpu), Rooms::default(), (LayerIdx(0), 0), 0)?;
+        let counts = Counts { totals: totals.address(), of_step: 0, placement, per_slot: false };
+        let stored = self.launch_tell(gpu, &push, &counts).and_then(|()| Ok(gpu.stream().synchronise()?));
         world.barrier();
         stored?;
         self.with(|state| {
             let args = NvlinkArgs { hold_ns: 0, limit_ns: 0, ..self.args(state, &push, Flag::Counts) };
             let args = NvlinkArgs { host_counts: state.host_counts.address(), ..args };
-            self.launch(&self.hear, NvlinkKernels::HEAR_THREADS, &args)?;
+            self.launch(gpu, &self.functions.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)?;
             gpu.stream().synchronise()?;
             let wanted = |peer: usize| Rank::from_index(peer).0 + 1;
             let told = state.host_counts.chunks_exact(state.own.region.num_words()).take(num_ranks);
@@ -179,30 +225,47 @@ impl Nvlink {
         })
     }
 
-    /// Begins a chunk for which there has to be so much room; collective. Where there is less, all ranks make more first, which
-    /// no chunk of the declared sizes needs.
+    /// Begins a chunk in `lane` for which there has to be so much room, and whose rows have a home of [`super::region::NUM_HOMES`];
+    /// collective. Where there is less, all ranks make more first, which no chunk of the declared sizes needs: nothing else is
+    /// under way then.
     ///
     /// # Errors
     /// If memory has to grow and can't, on its rank, which then has to end the job.
-    pub fn begin(&self, world: &World, rooms: Rooms, (layer, step): (LayerIdx, u64)) -> Result<Push, NvlinkError> {
+    pub fn begin(
+        &self,
+        (world, lane): (&World, &Gpu),
+        rooms: Rooms,
+        (layer, step): (LayerIdx, u64),
+        home: usize,
+    ) -> Result<Push, NvlinkError> {
         let is_enough = self.with(|state| Ok(state.own.region.rooms().hold(rooms)))?;
         if !is_enough {
-            self.grow(world, rooms)?;
+            self.grow((world, lane), rooms)?;
         }
         self.with(|state| {
             let tag = ChunkTag::after(state.epoch, layer, step);
             state.epoch = tag.epoch;
             let (region, regions) = (state.own.region, state.opened.regions);
             let (rank, num_ranks) = (world.rank().index(), world.size());
-            Ok(Push { tag, live_word: 0, region, regions, done: state.done.address(), rank, num_ranks })
+            Ok(Push {
+                tag,
+                live_word: 0,
+                region,
+                regions,
+                done: state.done.address(),
+                rank,
+                num_ranks,
+                home,
+                tells_step: false,
+            })
         })
     }
 
     /// Makes every rank's region larger; collective.
-    fn grow(&self, world: &World, rooms: Rooms) -> Result<(), NvlinkError> {
+    fn grow(&self, (world, lane): (&World, &Gpu), rooms: Rooms) -> Result<(), NvlinkError> {
         let NvlinkOptions { gpu, num_local_experts, .. } = &self.options;
         // Nobody frees what another still stores into, or has open.
-        self.wait_for_all(world, STORING)?;
+        self.wait_for_all((world, lane), STORING)?;
         world.barrier();
         let mut held = self.state.borrow_mut();
         let State { opened, own, host_counts, host_alarms, done, epoch } =
@@ -220,41 +283,34 @@ impl Nvlink {
         Ok(())
     }
 
-    /// Queues telling every rank what comes, of counts `totals` of the device, and hearing what it tells, which the host has at
-    /// the next mark; collective.
+    /// Queues telling every rank what comes, and hearing what it tells, which the host has at the next mark; collective.
     ///
     /// # Errors
     /// If the driver fails.
     pub fn exchange_counts(
         &self,
-        world: &World,
+        (world, lane): (&World, &Gpu),
         push: &Push,
-        totals: &DeviceBuffer<u32>,
-        (placement, per_slot): (Placement, bool),
+        counts: &Counts,
     ) -> Result<(), NvlinkError> {
-        self.launch_tell(push, totals, placement, per_slot)?;
-        self.hear(world, push, Flag::Counts)
+        self.launch_tell(lane, push, counts)?;
+        self.hear((world, lane), push, Flag::Counts)
     }
 
     /// Queues telling every rank what comes.
     ///
     /// # Errors
     /// If the driver fails.
-    pub fn launch_tell(
-        &self,
-        push: &Push,
-        totals: &DeviceBuffer<u32>,
-        placement: Placement,
-        per_slot: bool,
-    ) -> Result<(), NvlinkError> {
+    pub fn launch_tell(&self, lane: &Gpu, push: &Push, counts: &Counts) -> Result<(), NvlinkError> {
         self.with(|state| {
             let args = NvlinkArgs {
-                totals: totals.address(),
-                num_experts: Rank::from_index(placement.num_experts()).0,
-                per_slot: u32::from(per_slot),
+                totals: counts.totals,
+                of_step: counts.of_step,
+                num_experts: Rank::from_index(counts.placement.num_experts()).0,
+                per_slot: u32::from(counts.per_slot),
                 ..self.args(state, push, Flag::Counts)
             };
-            self.launch(&self.tell, NvlinkKernels::TELL_THREADS, &args)
+            self.launch(lane, &self.functions.tell, NvlinkKernels::tell_shape(args.num_ranks), &args)
         })
     }
 
@@ -262,13 +318,13 @@ impl Nvlink {
     ///
     /// # Errors
     /// If the driver fails, or ranks that share a GPU see an alarm.
-    pub fn hear(&self, world: &World, push: &Push, flag: Flag) -> Result<(), NvlinkError> {
+    pub fn hear(&self, (world, lane): (&World, &Gpu), push: &Push, flag: Flag) -> Result<(), NvlinkError> {
         if self.with(|state| Ok(state.opened.shares_gpus))? {
-            self.options.gpu.count_wait();
-            self.wait_for_all(world, STORING)?;
+            lane.count_wait();
+            self.wait_for_all((world, lane), STORING)?;
             world.barrier();
         }
-        self.queue_hear(push, flag)
+        self.queue_hear(lane, push, flag)
     }
 
     /// Whether some of the ranks share a GPU, so that they wait on their hosts.
@@ -281,11 +337,42 @@ impl Nvlink {
     ///
     /// # Errors
     /// If the driver fails.
-    pub fn queue_hear(&self, push: &Push, flag: Flag) -> Result<(), NvlinkError> {
+    pub fn queue_hear(&self, lane: &Gpu, push: &Push, flag: Flag) -> Result<(), NvlinkError> {
         self.with(|state| {
             let counts = if flag == Flag::Counts { state.host_counts.address() } else { 0 };
             let args = NvlinkArgs { host_counts: counts, ..self.args(state, push, flag) };
-            self.launch(&self.hear, NvlinkKernels::HEAR_THREADS, &args)
+            self.launch(lane, &self.functions.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)
+        })
+    }
+
+    /// Queues the way of `packed`, tokens of `row_bytes` by destination as `totals` counts them, into every rank's memory with
+    /// their tags: before anybody's counts are heard, which says that all have had room.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn send_tagged(
+        &self,
+        lane: &Gpu,
+        push: &Push,
+        (packed, totals): (&DeviceBuffer<u8>, &DeviceBuffer<u32>),
+        row_bytes: usize,
+    ) -> Result<(), NvlinkError> {
+        self.with(|state| {
+            let (packed, totals) = (packed.address(), totals.address());
+            let args =
+                NvlinkArgs { packed, totals, row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
+            self.launch(lane, &self.functions.send, NvlinkKernels::tagged_shape(args.num_ranks), &args)
+        })
+    }
+
+    /// Queues a wait for everybody's, whose counts have been heard: they then lie where those that are not tagged do.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn take_tagged(&self, lane: &Gpu, push: &Push, row_bytes: usize) -> Result<(), NvlinkError> {
+        self.with(|state| {
+            let args = NvlinkArgs { row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
+            self.launch(lane, &self.functions.take, NvlinkKernels::tagged_shape(args.num_ranks), &args)
         })
     }
 
@@ -309,7 +396,8 @@ impl Nvlink {
                         return Err(NvlinkError::Implausible { peer, num_tokens, num_rows, num_topk });
                     }
                     let counts = [&words[..1], rows].concat();
-                    Ok(Told { counts, home_start: words[1] as usize })
+                    let rows_of_step = words[2 + num_local_experts..2 + 2 * num_local_experts].to_vec();
+                    Ok(Told { counts, rows_of_step, home_start: words[1] as usize })
                 })
                 .collect()
         })
@@ -321,26 +409,26 @@ impl Nvlink {
         self.state.borrow().as_ref().and_then(State::alarm).map(NvlinkError::Alarm)
     }
 
-    /// Waits until the device has come to `mark`, and looks for alarms meanwhile.
+    /// Waits until the device has come to a `mark` of `lane`, and looks for alarms meanwhile.
     ///
     /// # Errors
     /// If there is an alarm, or something that was queued failed.
-    pub fn wait(&self, world: &World, operation: &str, mark: &Mark) -> Result<(), NvlinkError> {
+    pub fn wait(&self, (world, lane): (&World, &Gpu), operation: &str, mark: &Mark) -> Result<(), NvlinkError> {
         self.with(|state| {
-            let waited = self.options.gpu.wait_unless(world, operation, mark, || state.alarm().map(NvlinkError::Alarm));
+            let waited = lane.wait_unless(world, operation, mark, || state.alarm().map(NvlinkError::Alarm));
             // A device that has held back long enough gives up: the alarm is why.
             waited.map_err(|error| state.alarm().map_or(error, NvlinkError::Alarm))
         })
     }
 
-    /// Waits until the device is through with all that is queued, and looks for alarms meanwhile.
+    /// Waits until the device is through with all that is queued in `lane`, and looks for alarms meanwhile.
     ///
     /// # Errors
     /// As [`Nvlink::wait`].
-    pub fn wait_for_all(&self, world: &World, operation: &str) -> Result<(), NvlinkError> {
+    pub fn wait_for_all(&self, (world, lane): (&World, &Gpu), operation: &str) -> Result<(), NvlinkError> {
         let mut mark = self.mark.borrow_mut();
-        self.options.gpu.move_mark(&mut mark)?;
-        self.wait(world, operation, &mark)
+        lane.move_mark(&mut mark)?;
+        self.wait((world, lane), operation, &mark)
     }
 
     /// Closes the memory of other ranks. Right once every rank is through with it; this rank's own may go once all have.
@@ -358,10 +446,11 @@ impl Nvlink {
         NvlinkArgs {
             regions: state.opened.regions,
             totals: 0,
+            of_step: 0,
             host_counts: 0,
             host_alarms: state.host_alarms.address(),
             counts_at: region.counts_at() as u64,
-            flags_at: region.flags_at(flag) as u64,
+            flags_at: region.flags_at(flag, push.home) as u64,
             alarms_at: region.alarms_at() as u64,
             word: push.tag.word(),
             live_word: push.live_word,
@@ -373,16 +462,28 @@ impl Nvlink {
             num_experts: 0,
             num_words: narrow(region.num_words()),
             per_slot: 0,
+            packed: 0,
+            row_bytes: 0,
+            tagged_at: region.tagged_at(0) as u64,
+            tagged_bytes: region.rooms().tagged_bytes as u64,
+            rooms_at: region.room_at(0) as u64,
+            room_bytes: region.rooms().room_bytes as u64,
+            num_heard: narrow(region.num_told(push.tells_step)),
+            padding: 0,
         }
     }
 
-    /// A block a rank.
-    fn launch(&self, function: &Function, num_threads: u32, args: &NvlinkArgs) -> Result<(), NvlinkError> {
-        let shape = LaunchShape::rows(args.num_ranks, num_threads);
+    fn launch(
+        &self,
+        lane: &Gpu,
+        function: &Function,
+        shape: LaunchShape,
+        args: &NvlinkArgs,
+    ) -> Result<(), NvlinkError> {
         // SAFETY: the argument is the kernel's (its size is asserted in the source). Regions are open and laid out alike on all
-        // ranks while `self.state` is there; counts and alarms of the host live with them, and `totals` with the caller, whose
+        // ranks while `self.state` is there; counts and alarms of the host live with them, and what is told with the caller, whose
         // freeing waits for the device.
-        Ok(unsafe { function.launch(self.options.gpu.stream(), &shape, args) }?)
+        Ok(unsafe { function.launch(lane.stream(), &shape, args) }?)
     }
 }
 

@@ -17,6 +17,7 @@ pub struct EchoArgs {
     pub tokens: u64,
     pub row_token: u64,
     pub rows: u64,
+    pub live_rows: u64,
     pub num_rows: u64,
 }
 

@@ -6,6 +6,8 @@ use bytemuck::{Pod, Zeroable};
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
 use super::super::source::{BASE, KernelSource, PEERS};
+use crate::cuda::LaunchShape;
+use crate::dispatch::overlap::NUM_TRAVEL_MULTIPROCESSORS;
 use crate::dispatch::region::MAX_PEERS;
 
 const SOURCE: KernelSource =
@@ -73,6 +75,7 @@ impl Raise {
 pub struct NvlinkArgs {
     pub regions: [u64; MAX_PEERS],
     pub totals: u64,
+    pub of_step: u64,
     pub host_counts: u64,
     pub host_alarms: u64,
     pub counts_at: u64,
@@ -88,21 +91,59 @@ pub struct NvlinkArgs {
     pub num_experts: u32,
     pub num_words: u32,
     pub per_slot: u32,
+    pub packed: u64,
+    pub row_bytes: u64,
+    pub tagged_at: u64,
+    pub tagged_bytes: u64,
+    pub rooms_at: u64,
+    pub room_bytes: u64,
+    pub num_heard: u32,
+    pub padding: u32,
 }
+
+/// `kTellThreads` of `kernels/nvlink.cu`.
+const TELL_THREADS: u32 = 128;
+/// `kTaggedParts` and `kTaggedThreads` there: a word of two tokens of 7 KB for each thread.
+const TAGGED_PARTS: u32 = 16;
+const TAGGED_THREADS: u32 = 256;
+/// `kHearWarps` there.
+const HEAR_WARPS: u32 = 8;
+const WARP: u32 = 32;
+const _: () = assert!(MAX_PEERS <= (HEAR_WARPS * NUM_TRAVEL_MULTIPROCESSORS) as usize, "hear takes too many blocks");
 
 /// The kernels by which ranks tell each other what is where.
 #[derive(Debug, Clone, Copy)]
 pub struct NvlinkKernels;
 
 impl NvlinkKernels {
-    /// Tells every rank what comes; a block of [`NvlinkKernels::TELL_THREADS`] a rank.
+    /// Tells every rank what comes; a block a rank.
     pub const TELL: &'static str = "tell";
-    /// Threads of its blocks.
-    pub const TELL_THREADS: u32 = 128;
     /// Waits for what every rank tells; a warp a rank.
     pub const HEAR: &'static str = "hear";
-    /// Threads of its blocks.
-    pub const HEAR_THREADS: u32 = 32;
+
+    /// Stores packed tokens with their tags into every rank's memory.
+    pub const SEND: &'static str = "send_tagged";
+    /// Waits for tagged tokens of every rank, and makes plain ones of them where others store those.
+    pub const TAKE: &'static str = "take_tagged";
+
+    /// The launch of `send_tagged` and `take_tagged`.
+    #[must_use]
+    pub fn tagged_shape(num_ranks: u32) -> LaunchShape {
+        LaunchShape::rows(num_ranks * TAGGED_PARTS, TAGGED_THREADS)
+    }
+
+    /// The launch of `tell`.
+    #[must_use]
+    pub fn tell_shape(num_ranks: u32) -> LaunchShape {
+        LaunchShape::rows(num_ranks, TELL_THREADS)
+    }
+
+    /// The launch of `hear`: no more blocks than experts leave multiprocessors while chunks overlap, since they are there for as
+    /// long as a rank waits, and where they lie an expert's block may have no room.
+    #[must_use]
+    pub fn hear_shape(num_ranks: u32) -> LaunchShape {
+        LaunchShape::rows(num_ranks.div_ceil(HEAR_WARPS), HEAR_WARPS * WARP)
+    }
 
     /// What to compile.
     #[must_use]

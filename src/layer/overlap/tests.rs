@@ -12,16 +12,15 @@ use crate::layer::{LayerInput, LayerOutput, Part, Session};
 use crate::random::Random;
 use crate::routing::TopK;
 
-const ALL: Facts = Facts { asked: config::Overlap::On, num_ranks: 2, is_on_device: true, is_recorded: false };
+const ALL: Facts = Facts { asked: config::Overlap::On, num_ranks: 2, is_recorded: false };
 
 #[test]
 fn refusals_name_the_layer_and_the_cure() {
     let refused = |facts: Facts, made| facts.choose::<()>(LayerIdx(3), made).unwrap_err().to_string();
-    let over_nvlink = refused(ALL, None);
-    for part in ["layer 3", "over nvlink", "dispatch.transport: nccl", "dispatch.overlap: off"] {
-        assert!(over_nvlink.contains(part), "{over_nvlink}");
+    let on_hosts = refused(ALL, None);
+    for part in ["layer 3", "runs on hosts", "cluster.device: gpu", "dispatch.overlap: off"] {
+        assert!(on_hosts.contains(part), "{on_hosts}");
     }
-    assert!(refused(Facts { is_on_device: false, ..ALL }, None).contains("runs on hosts"));
     assert!(refused(Facts { is_recorded: true, ..ALL }, Some(())).contains("moe.cuda_graph: off"));
 }
 
@@ -32,7 +31,7 @@ fn auto_says_why_not_and_off_says_nothing_else() {
     assert_eq!(chosen(auto, Some(())), Ok(()));
     assert_eq!(chosen(Facts { num_ranks: 1, ..auto }, Some(())), Err(NotOverlapped::Alone.to_string()));
     assert_eq!(chosen(Facts { num_ranks: 1, ..ALL }, Some(())), Ok(()), "asked for by name");
-    assert_eq!(chosen(auto, None), Err(NotOverlapped::Nvlink.to_string()));
+    assert_eq!(chosen(auto, None), Err(NotOverlapped::OnHost.to_string()));
     let off = Facts { asked: config::Overlap::Off, ..ALL };
     for made in [None, Some(())] {
         assert_eq!(chosen(off, made), Err(NO_OVERLAP_ASKED.to_owned()));

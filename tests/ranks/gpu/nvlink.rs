@@ -83,14 +83,23 @@ fn two_gpus_nvlink_gives_the_bits_of_nccl() {
 /// Random steps of 0 to 512 tokens a rank, four layers in turns: nothing differs, and no memory goes. `LOCKSTEP_TEST_STEPS` and
 /// `LOCKSTEP_TEST_SEED` say otherwise how many and which.
 fn random_steps(ranks: usize, num_steps: u64, transports: &str) {
+    random_steps_of(ranks, (num_steps, 1), transports);
+}
+
+/// The same, each step in up to so many chunks that overlap as well.
+fn random_steps_of(ranks: usize, (num_steps, chunks): (u64, usize), transports: &str) {
     let setting = |name, default| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default);
     let (steps, seed) = (setting("LOCKSTEP_TEST_STEPS", num_steps), setting("LOCKSTEP_TEST_SEED", 20_261_130));
     let job = mpirun(ranks).args(["bench", "--travel", "--geometry=kimi-k3", "--json"]);
-    let words = [format!("--steps={steps}"), format!("--seed={seed}"), format!("--transports={transports}")];
+    let words = [("steps", steps.to_string()), ("seed", seed.to_string()), ("chunks", chunks.to_string())];
+    let words = words.map(|(name, value)| format!("--{name}={value}"));
+    let job = job.args(words);
+    let words = [format!("--transports={transports}")];
     let job = libraries().into_iter().fold(job.args(words), |job, (name, value)| job.env(name, &value));
     let outcome = job.run().expect_code(0);
     let report: serde_json::Value = serde_json::from_str(&outcome.stdout).expect("JSON");
     let compared: Vec<&str> = transports.split(',').collect();
+    assert_eq!(report["max_chunks"], chunks, "{report}");
     assert_eq!(report["transports"], serde_json::json!(compared), "{report}");
     assert_eq!((&report["num_steps"], &report["num_different"]), (&steps.into(), &0.into()), "{report}");
     assert!(report["num_tokens"].as_u64().is_some_and(|tokens| tokens > 100 * steps), "{report}");
@@ -113,6 +122,67 @@ fn one_gpu_nvlink_random_steps_of_8_ranks() {
 #[ignore = "needs a GPU and NVRTC"]
 fn one_gpu_nvlink_random_steps_of_16_ranks() {
     random_steps(16, 100, "host,nvlink");
+}
+
+/// Dispatch and combine are replayed on one rank, over MPI's stages and by stores into its own memory, tagged and plain.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_travel_of_1_rank_is_replayed() {
+    travel_is_replayed(1, "host,nvlink", &["host", "nvlink"]);
+}
+
+#[test]
+#[ignore = "needs two GPUs, NVRTC and NCCL"]
+fn two_gpus_nvlink_travel_is_replayed() {
+    travel_is_replayed(2, "nccl,nvlink", &["nvlink"]);
+}
+
+/// Of `transports`, those of `replayed` can do without hosts; bits are those of steps that hosts follow.
+fn travel_is_replayed(ranks: usize, transports: &str, replayed: &[&str]) {
+    let job = mpirun(ranks).args(["bench", "--travel", "--geometry=kimi-k3", "--json", "--repeats=3"]);
+    let job = job.args(["--tokens=1,16,17,300".to_owned(), format!("--transports={transports}")]);
+    let job = libraries().into_iter().fold(job, |job, (name, value)| job.env(name, &value));
+    let outcome = job.run().expect_code(0);
+    let report: serde_json::Value = serde_json::from_str(&outcome.stdout).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 4 * transports.split(',').count(), "{report}");
+    for row in rows {
+        let is_wanted = replayed.iter().any(|transport| row["transport"] == *transport);
+        assert!(row["is_alike"] == true && row["replayed"].is_object() == is_wanted, "{row}");
+        assert!(!is_wanted || row["replayed"]["dispatch_us"].as_f64().is_some_and(|us| us > 0.0), "{row}");
+    }
+}
+
+/// One rank waits on its device, for its own stores: with no host between dispatch, experts and combine of two chunks.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_overlapping_random_steps_of_1_rank() {
+    random_steps_of(1, (300, 5), "host,nvlink");
+}
+
+/// Chunks overlap over each transport, in two lanes and memory that takes turns, and every way gives the same sums.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_overlapping_random_steps_of_2_ranks() {
+    random_steps_of(2, (300, 5), "host,nvlink");
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_overlapping_random_steps_of_3_ranks() {
+    random_steps_of(3, (300, 5), "host,nvlink");
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_nvlink_overlapping_random_steps_of_5_ranks() {
+    random_steps_of(5, (150, 5), "host,nvlink");
+}
+
+#[test]
+#[ignore = "needs two GPUs, NVRTC and NCCL"]
+fn two_gpus_nvlink_overlapping_random_steps() {
+    random_steps_of(2, (3_000, 5), "nccl,nvlink");
 }
 
 #[test]

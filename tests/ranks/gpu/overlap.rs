@@ -1,5 +1,6 @@
 //! Chunks that travel while others are computed: the bits of one after the other, whole steps and declared chunks, in buffers of
-//! rubbish, and the ends that such a step can come to. Ranks share a GPU, over MPI; over two GPUs NCCL carries the same.
+//! rubbish, and the ends that such a step can come to. Ranks share a GPU, over MPI or storing into each other's memory; over two
+//! GPUs NCCL carries the same, or nothing does.
 
 use super::{answer, assert_answers, with_exact_rows};
 use crate::bits::{assert_same_file, tokens};
@@ -14,6 +15,16 @@ use crate::support::run::{Done, Run, Work};
 /// Ranks on one GPU, over MPI.
 fn sharing<'a>(run: &Run<'a>) -> Run<'a> {
     run.clone().key("cluster", "share_gpus", "true").option("transport", "host")
+}
+
+/// Ranks on one GPU, which store into each other's memory.
+fn storing<'a>(run: &Run<'a>) -> Run<'a> {
+    run.clone().key("cluster", "share_gpus", "true").option("transport", "nvlink")
+}
+
+/// A GPU a rank, over NVLink.
+fn storing_apart<'a>(run: &Run<'a>) -> Run<'a> {
+    run.clone().option("transport", "nvlink")
 }
 
 /// A GPU a rank, over NCCL.
@@ -72,10 +83,19 @@ fn one_gpu_overlap_of_cut_steps_gives_the_bits_of_whole_ones() {
 }
 
 #[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_overlap_over_nvlink_of_cut_steps_gives_the_bits_of_whole_ones() {
+    cut_steps(&[17, 700], &["wgmma"], storing);
+    cut_steps(&[700, 0, 513], &["mma_sync"], storing);
+    cut_steps(&[0, 600, 513, 1], &["mma_sync"], storing);
+}
+
+#[test]
 #[ignore = "needs two GPUs, NVRTC and NCCL"]
 fn two_gpus_overlap_of_cut_steps_gives_the_bits_of_whole_ones() {
     for split in [[700, 513], [700, 0]] {
         cut_steps(&split, &GPU_BACKENDS, apart);
+        cut_steps(&split, &GPU_BACKENDS, storing_apart);
     }
 }
 
@@ -107,10 +127,34 @@ fn one_gpu_overlap_of_declared_chunks_changes_no_bit_dsv3_mixed() {
 }
 
 #[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_overlap_over_nvlink_of_declared_chunks_changes_no_bit() {
+    declared_chunks("k3-tiny", "mma_sync", 3, storing);
+    declared_chunks("modelopt-dsv3-mixed", "wgmma", 2, storing);
+    declared_chunks("k3-tiny", "mma_sync", 5, storing);
+}
+
+#[test]
 #[ignore = "needs two GPUs, NVRTC and NCCL"]
 fn two_gpus_overlap_of_declared_chunks_changes_no_bit() {
-    declared_chunks("k3-tiny", "mma_sync", 2, apart);
-    declared_chunks("modelopt-qwen3-tiny", "wgmma", 2, apart);
+    for prepare in [apart, storing_apart] {
+        declared_chunks("k3-tiny", "mma_sync", 2, prepare);
+        declared_chunks("modelopt-qwen3-tiny", "wgmma", 2, prepare);
+    }
+}
+
+/// Chunks over nvlink give the file of whole steps over MPI.
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_overlap_over_nvlink_gives_the_file_of_mpi() {
+    let work = Work::new();
+    let run = Run::new(&work, &fixtures::checkpoint("k3-tiny"), &tokens(&fixtures::named("k3-tiny")));
+    let run = on_gpus(&run.option("part", "block").without("activation"), "mma_sync").ranks(4).steps(3);
+    let run = run.activations("quantised").option("combine", "slot");
+    let wanted = overlapping(&sharing(&run), "off").succeed();
+    let found = overlapping(&storing(&run).option("chunk-tokens", "2"), "on").succeed();
+    assert!(found.report.at("/decided/layers/0/no_overlap").is_null());
+    assert_same_file(&found, &wanted, "nvlink in chunks, MPI whole");
 }
 
 /// Tokens that are passed on in a node, in either hop beside experts.
@@ -129,6 +173,16 @@ fn one_gpu_overlap_in_two_levels_changes_no_bit() {
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
 fn one_gpu_overlap_of_uneven_steps() {
+    uneven_steps(sharing);
+}
+
+#[test]
+#[ignore = "needs a GPU and NVRTC"]
+fn one_gpu_overlap_over_nvlink_of_uneven_steps() {
+    uneven_steps(storing);
+}
+
+fn uneven_steps(prepare: for<'a> fn(&Run<'a>) -> Run<'a>) {
     let work = Work::new();
     let s = S::new(4, 128, 128).topk(2);
     let checkpoint = work.checkpoint(&s.checkpoint());
@@ -140,7 +194,7 @@ fn one_gpu_overlap_of_uneven_steps() {
             let num_tokens = split.iter().sum();
             let run = Run::new(&work, &checkpoint, &s.tokens(num_tokens, 1.0));
             let run = run.choice(&Choice::uniform(num_tokens, ids, &half)).ranks(3).split(&split);
-            let run = with_exact_rows(&sharing(&on_gpus(&run, "mma_sync"))).activations("bf16");
+            let run = with_exact_rows(&prepare(&on_gpus(&run, "mma_sync"))).activations("bf16");
             let run = overlapping(&run.option("chunk-tokens", "7"), "on");
             assert_answers(run.succeed().layer(0), 0, "bf16", &vec![factor; num_tokens], case);
         }
@@ -148,17 +202,22 @@ fn one_gpu_overlap_of_uneven_steps() {
     // Past the smallest step that is cut, with `auto`, which cuts where experts keep enough rows.
     let num_tokens = 2048;
     let run = Run::new(&work, &checkpoint, &s.tokens(num_tokens, 1.0)).choice(&Choice::single(vec![0; num_tokens]));
-    let run = overlapping(&sharing(&on_gpus(&run.ranks(2), "wgmma")), "auto").activations("quantised");
+    let run = overlapping(&prepare(&on_gpus(&run.ranks(2), "wgmma")), "auto").activations("quantised");
     let done = with_exact_rows(&run).succeed();
     assert_eq!(done.report.count("/layers/0/chunks"), 2);
     assert_rows(done.layer(0), 0, &vec![answer("quantised"); num_tokens], Tolerance::Relative(1e-6), "auto");
 }
 
 /// A run that a fault breaks.
-fn broken(fault: &str) -> Outcome {
+fn broken(fault: &str, prepare: for<'a> fn(&Run<'a>) -> Run<'a>) -> Outcome {
+    broken_of(3, fault, prepare)
+}
+
+fn broken_of(ranks: usize, fault: &str, prepare: for<'a> fn(&Run<'a>) -> Run<'a>) -> Outcome {
     let work: &'static Work = Box::leak(Box::new(Work::new()));
     let run = Run::new(work, &fixtures::checkpoint("k3-tiny"), &tokens(&fixtures::named("k3-tiny")));
-    let run = sharing(&on_gpus(&run.without("activation"), "mma_sync")).ranks(3).steps(20).option("chunk-tokens", "5");
+    let run =
+        prepare(&on_gpus(&run.without("activation"), "mma_sync")).ranks(ranks).steps(20).option("chunk-tokens", "5");
     let run = overlapping(&run, "on").key("timeouts", "step_s", "8").env("LOCKSTEP_FAULT", fault);
     let (outcome, output) = run.attempt();
     assert!(output.is_none() && outcome.elapsed < FAILURE_LIMIT, "{fault}: {}", outcome.printed());
@@ -170,24 +229,30 @@ fn broken(fault: &str) -> Outcome {
 #[ignore = "needs a GPU and NVRTC"]
 fn one_gpu_overlap_a_rank_ends_in_mid_step() {
     for stage in ["dispatch", "experts", "combine"] {
-        assert_eq!(broken(&format!("1:{stage}:kill")).code, 137, "{stage}");
+        assert_eq!(broken(&format!("1:{stage}:kill"), sharing).code, 137, "{stage}");
     }
-    broken("2:combine:error").fails_clearly(3, &["rank 2", "combine", "LOCKSTEP_FAULT"]);
-    broken("1:dispatch:hang").fails_clearly(5, &["rank 1", "timeouts.step_s"]);
-    broken("2:dispatch:drift").fails_clearly(4, &["rank 2 is at", "step 1"]);
+    broken("2:combine:error", sharing).fails_clearly(3, &["rank 2", "combine", "LOCKSTEP_FAULT"]);
+    broken("1:dispatch:hang", sharing).fails_clearly(5, &["rank 1", "timeouts.step_s"]);
+    broken("2:dispatch:drift", sharing).fails_clearly(4, &["rank 2 is at", "step 1"]);
 }
 
-/// What can't overlap is refused by name, and `auto` says why.
+/// The same where ranks store into each other's memory; devices that are at different steps say so by their flags.
 #[test]
 #[ignore = "needs a GPU and NVRTC"]
-fn one_gpu_overlap_is_refused_where_it_can_not_be() {
-    let work = Work::new();
-    let run = Run::new(&work, &fixtures::checkpoint("k3-tiny"), &tokens(&fixtures::named("k3-tiny")));
-    let run = sharing(&on_gpus(&run.without("activation"), "mma_sync")).ranks(2);
-    let over_nvlink = run.clone().option("transport", "nvlink");
-    overlapping(&over_nvlink, "on").fails_with(2, &["dispatch.overlap: on", "over nvlink", "dispatch.overlap: off"]);
-    let done = overlapping(&over_nvlink, "auto").succeed();
-    let why = done.report.at("/decided/layers/0/no_overlap").as_str().expect("a reason").to_owned();
-    assert!(why.contains("over nvlink"), "{why}");
-    assert!(done.outcome.stderr.contains("do not overlap"), "{}", done.outcome.printed());
+fn one_gpu_overlap_over_nvlink_a_rank_ends_in_mid_step() {
+    assert_eq!(broken("1:combine:kill", storing).code, 137);
+    broken("2:combine:error", storing).fails_clearly(3, &["rank 2", "combine", "LOCKSTEP_FAULT"]);
+    broken("1:experts:hang", storing).fails_clearly(5, &["rank 1", "timeouts.step_s"]);
+    let drifted = broken("1:combine:drift", storing).expect_code(4);
+    assert!(drifted.stderr.contains("but that rank is at layer"), "{}", drifted.printed());
+}
+
+/// A rank that hangs in mid-step is named by the device that waits for it.
+#[test]
+#[ignore = "needs two GPUs, NVRTC and NCCL"]
+fn two_gpus_overlap_over_nvlink_a_rank_that_hangs_is_named() {
+    for stage in ["dispatch", "experts", "combine"] {
+        let outcome = broken_of(2, &format!("1:{stage}:hang"), storing_apart);
+        assert!(outcome.code == 5 && outcome.stderr.contains("rank 1"), "{stage}: {}", outcome.printed());
+    }
 }
