@@ -6,7 +6,7 @@
 Needs torch, and humming where it is to be had (the wheel `humming-kernels`). For each geometry the program runs lockstep in
 both modes of activations, then the peers over the same rows of every expert, then lockstep again: a card that has become hot
 meanwhile shows. RESULTS/GEOMETRY.json holds everything that was measured; the table made of it is printed and lies in
-RESULTS/GEOMETRY.md.
+RESULTS/GEOMETRY.md. humming compiles a kernel for each size, some for minutes, and keeps them where HUMMING_CACHE_DIR says.
 
 Every line is measured alone, after a rest: the card's clock follows its heat. cuBLAS (bf16, 8192^3) stands beside each.
 

@@ -14,6 +14,7 @@ use safetensors::Dtype;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::header_error::{HeaderError, MAX_HEADER_BYTES, PREFIX_BYTES};
+use super::map::Windows;
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,6 +49,8 @@ pub(crate) struct Shard {
     /// Kept open, so that a file renamed over it later is not read with this header.
     pub(crate) file: File,
     pub(crate) num_bytes: u64,
+    /// What is mapped of it.
+    pub(crate) windows: Windows,
 }
 
 /// Opens a file, reads its header and checks it against the file's length.
@@ -62,7 +65,8 @@ pub(crate) fn open(path: &Path, shard: u32) -> Result<(Shard, Vec<TensorEntry>),
     let num_bytes = file.metadata().map_err(|source| HeaderError::Open { path: owned(), source })?.len();
     let json = read_json(path, &mut file, num_bytes)?;
     let entries = parse(path, &json, num_bytes, shard)?;
-    Ok((Shard { path: owned(), file, num_bytes }, entries))
+    let windows = Windows::new(&entries);
+    Ok((Shard { path: owned(), file, num_bytes, windows }, entries))
 }
 
 fn read_json(path: &Path, file: &mut File, file_bytes: u64) -> Result<Vec<u8>, HeaderError> {

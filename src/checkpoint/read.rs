@@ -220,7 +220,7 @@ impl Checkpoint {
 
     /// Reads one routed expert and adds what its scales are to `scales`.
     ///
-    /// Only the expert's own byte ranges are mapped. Safe to call from several threads.
+    /// Only the expert's own bytes are touched. Safe to call from several threads.
     ///
     /// # Errors
     /// As [`Checkpoint::read_expert`].

@@ -1,16 +1,21 @@
 //! Tensors as they come from a checkpoint, typed and checked, before a backend packs them.
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// The bytes of one tensor: a private mapping of exactly its file range, or memory (tests, samples).
+/// The bytes of one tensor: a range of a private mapping, or memory (tests, samples).
 ///
-/// Dropping it unmaps the range, so that a packed weight is not resident twice. The bytes of multi-byte values need not be
-/// aligned: a header may have any length.
+/// Dropping it and its neighbours unmaps them, so that a packed weight is not resident twice. The bytes of multi-byte values
+/// need not be aligned: a header may have any length.
 #[derive(Debug, Clone)]
 pub enum TensorBytes {
     /// Mapped from a file.
-    Mapped(Arc<memmap2::Mmap>),
+    Mapped {
+        /// What is mapped, which neighbours in the file share.
+        window: Arc<memmap2::Mmap>,
+        /// The tensor's part.
+        range: Range<usize>,
+    },
     /// Held in memory.
     Owned(Arc<[u8]>),
 }
@@ -20,7 +25,7 @@ impl Deref for TensorBytes {
 
     fn deref(&self) -> &[u8] {
         match self {
-            Self::Mapped(map) => map,
+            Self::Mapped { window, range } => &window[range.clone()],
             Self::Owned(bytes) => bytes,
         }
     }

@@ -17,7 +17,7 @@ use super::output::{self, OutputError};
 use super::resolve::{self, ModelLayer};
 use super::values::LayerChoice;
 use super::world::{StartError, with_world};
-use crate::config::Effective;
+use crate::config::{BackendFamily, Choice, Effective, Moe};
 use crate::cuda::{Devices, Driver};
 use crate::env::EnvVars;
 use crate::exit::{Classify, Exit};
@@ -88,6 +88,14 @@ pub enum WarmupError {
         /// What it runs.
         capability: String,
     },
+    /// A named family that no GPU of an architecture runs.
+    #[error("moe.backend {} has no kernels for {arch}; leave it out of --arch, or set moe.backend: auto", family.name())]
+    NoFamily {
+        /// As named.
+        family: BackendFamily,
+        /// As asked for, or of a GPU that is visible.
+        arch: Arch,
+    },
     /// A name in `--kernels` that is none.
     #[error("--kernels {name}: the layers need no kernel of that name; they need {}", needed.join(", "))]
     NoKernel {
@@ -101,7 +109,7 @@ pub enum WarmupError {
 impl Classify for WarmupError {
     fn exit(&self) -> Exit {
         match self {
-            Self::NoKernel { .. } => Exit::BadInput,
+            Self::NoKernel { .. } | Self::NoFamily { .. } => Exit::BadInput,
             Self::NoArch { .. } | Self::Capability { .. } => Exit::Environment,
         }
     }
@@ -118,7 +126,7 @@ pub fn command(args: &WarmupArgs, env: &EnvVars) -> Result<Exit, Failure> {
         let deployment = &effective.deployment;
         let (layers, _) = world.agree(resolve::layers(&args.model, &args.layers, deployment))?;
         let geometry = world.agree(resolve::geometry(&args.model))?;
-        let requests = requests((&geometry, &layers), deployment.moe.batch_invariant, &world.agree(archs(args))?);
+        let requests = world.agree(requests((&geometry, &layers), &deployment.moe, &world.agree(archs(args))?))?;
         let requests = world.agree(named(requests, &args.kernels))?;
         let mut cache = open_cache(world, &effective, env, args.into);
         let asked = world.agree(env.threads().map_err(StartError::from))?;
@@ -156,15 +164,26 @@ fn archs(args: &WarmupArgs) -> Result<Vec<Arch>, WarmupError> {
 
 fn requests(
     (geometry, layers): (&MoeGeometry, &[ModelLayer]),
-    batch_invariant: bool,
+    moe: &Moe,
     archs: &[Arch],
-) -> Vec<KernelRequest> {
+) -> Result<Vec<KernelRequest>, WarmupError> {
+    if !moe.allow_fallback {
+        match moe.backend {
+            BackendFamily::Auto => {}
+            BackendFamily::Cpu | BackendFamily::Reference | BackendFamily::Simd => return Ok(Vec::new()),
+            family @ (BackendFamily::MmaSync | BackendFamily::Wgmma) => {
+                if let Some(&arch) = archs.iter().find(|&&arch| kernels::families(moe, arch).is_empty()) {
+                    return Err(WarmupError::NoFamily { family, arch });
+                }
+            }
+        }
+    }
     let of_layer = |(problem, decision): &ModelLayer| {
-        let requests = |&arch| kernels::for_layer(problem, decision, batch_invariant, arch);
+        let requests = |&arch| kernels::for_layer(problem, decision, moe, arch);
         archs.iter().flat_map(requests).collect::<Vec<_>>()
     };
     let around = archs.iter().flat_map(|&arch| kernels::around(geometry, arch));
-    layers.iter().flat_map(of_layer).chain(around).collect()
+    Ok(layers.iter().flat_map(of_layer).chain(around).collect())
 }
 
 /// Those that `--kernels` names; all if it names none.
@@ -228,4 +247,43 @@ fn show(json: bool, cache: &Cache, prepared: &Prepared) -> Result<(), OutputErro
         prepared.num_compiled,
         prepared.elapsed.as_secs_f64()
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Deployment;
+
+    /// Names of the products' kernels that a geometry needs on an architecture, or why there are none.
+    fn products(backend: BackendFamily, allow_fallback: bool, arch: Arch) -> Result<Vec<&'static str>, String> {
+        let mut deployment = Deployment::default();
+        (deployment.moe.backend, deployment.moe.allow_fallback) = (backend, allow_fallback);
+        let (layers, _) = resolve::layers("kimi-k3", &LayerChoice::All, &deployment).unwrap();
+        let geometry = resolve::geometry("kimi-k3").unwrap();
+        let requests = requests((&geometry, &layers), &deployment.moe, &[arch]).map_err(|error| error.to_string())?;
+        let names: BTreeSet<_> = requests.iter().map(|request| request.source.name).collect();
+        assert!(names.is_empty() || names.contains("topk") && names.contains("dispatch"), "{names:?}");
+        Ok(names.into_iter().filter(|name| name.starts_with("grouped_gemm")).collect())
+    }
+
+    #[test]
+    fn what_is_named_is_compiled_alone() {
+        let (mma, small, wgmma) = ("grouped_gemm_mma", "grouped_gemm_small", "grouped_gemm_wgmma");
+        for (backend, allow_fallback, wanted) in [
+            (BackendFamily::Auto, false, vec![mma, small, wgmma]),
+            (BackendFamily::Wgmma, false, vec![small, wgmma]),
+            (BackendFamily::MmaSync, false, vec![mma]),
+            (BackendFamily::Wgmma, true, vec![mma, small, wgmma]),
+            (BackendFamily::Cpu, false, vec![]),
+            (BackendFamily::Simd, false, vec![]),
+        ] {
+            assert_eq!(products(backend, allow_fallback, Arch::Sm90a), Ok(wanted), "{backend:?} {allow_fallback}");
+        }
+        assert_eq!(products(BackendFamily::Auto, false, Arch::Sm80), Ok(vec![mma]));
+        let refused = products(BackendFamily::Wgmma, false, Arch::Sm80).unwrap_err();
+        assert_eq!(
+            refused,
+            "moe.backend wgmma has no kernels for sm_80; leave it out of --arch, or set moe.backend: auto"
+        );
+    }
 }

@@ -13,9 +13,9 @@ use rayon::prelude::*;
 use super::GpuError;
 use crate::cuda::{Device, DeviceBuffer, PinnedBuffer, Stream};
 
-/// Bytes of a slot to begin with. On PCIe 5 copies of that size come within 3 % of the rate of the largest, those of 1 MiB
-/// within 13 % (docs/measurements/2026-12-01-load.md).
-pub const SLOT_BYTES: usize = 4 << 20;
+/// Bytes of a slot to begin with. On PCIe 5 copies of 4 MiB come within 3 % of the rate of the largest, those of 1 MiB within
+/// 13 %; what a piece costs beside its copy makes 6 MiB faster than 4 (docs/measurements/2026-12-01-load.md).
+pub const SLOT_BYTES: usize = 6 << 20;
 
 /// Slots, shared by all threads that load. They are made as they are needed.
 #[derive(Debug)]
@@ -73,10 +73,13 @@ impl Feed {
     fn lend(&self) -> Result<Option<Slot>, GpuError> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            let is_done = slots.idle.front().map(|slot| slot.stream.is_done()).transpose()?;
-            if is_done != Some(true) && slots.num_made < self.max_slots {
-                slots.num_made += 1;
-                return Ok(None);
+            // Others wait for this lock: the driver is asked no more than it has to be.
+            if slots.num_made < self.max_slots {
+                let is_done = slots.idle.front().map(|slot| slot.stream.is_done()).transpose()?;
+                if is_done != Some(true) {
+                    slots.num_made += 1;
+                    return Ok(None);
+                }
             }
             if let Some(slot) = slots.idle.pop_front() {
                 return Ok(Some(slot));

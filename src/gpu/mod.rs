@@ -24,8 +24,9 @@ use feed::Feed;
 use modules::Modules;
 use staging::Ring;
 
-/// Slots at most, 96 MiB: the link is never without one, and pinning more would cost more than it gains.
-const MAX_SLOTS: usize = 24;
+/// Slots at most, 96 MiB: the link is never without one, and what goes round through more leaves the caches before it is sent
+/// (docs/measurements/2026-12-01-load.md).
+const MAX_SLOTS: usize = 16;
 
 /// A rank's GPU. Copies of it are the same one.
 #[derive(Clone)]

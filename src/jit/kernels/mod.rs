@@ -27,7 +27,7 @@ pub use topk::{TopkArgs, TopkVariant};
 
 use super::arch::Arch;
 use super::request::KernelRequest;
-use crate::config::Levels;
+use crate::config::{BackendFamily, Levels, Moe};
 use crate::dispatch::travel::{combine_form, payload_form};
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
@@ -48,12 +48,26 @@ pub fn all(arch: Arch) -> Vec<KernelRequest> {
     others.into_iter().flatten().chain(around).collect()
 }
 
-/// The kernels that a layer may need on an architecture: they follow from the layer alone, so that their number does not
-/// grow with tokens.
+/// The families that a deployment may run on an architecture: what it names alone, unless that may be replaced.
 #[must_use]
-pub fn for_layer(problem: &Problem, decision: &LayerDecision, batch_invariant: bool, arch: Arch) -> Vec<KernelRequest> {
-    let families = if arch == Arch::Sm90a { &[Family::Wgmma, Family::MmaSync][..] } else { &[Family::MmaSync] };
-    let choosers = families.iter().map(|&family| Chooser { family, batch_invariant });
+pub fn families(moe: &Moe, arch: Arch) -> Vec<Family> {
+    let named = match moe.backend {
+        _ if moe.allow_fallback => None,
+        BackendFamily::Auto => None,
+        BackendFamily::Wgmma => Some(Family::Wgmma),
+        BackendFamily::MmaSync => Some(Family::MmaSync),
+        BackendFamily::Cpu | BackendFamily::Reference | BackendFamily::Simd => return Vec::new(),
+    };
+    let of_arch = if arch == Arch::Sm90a { &[Family::Wgmma, Family::MmaSync][..] } else { &[Family::MmaSync] };
+    of_arch.iter().copied().filter(|family| named.is_none_or(|named| named == *family)).collect()
+}
+
+/// The kernels that a layer may need on an architecture: they follow from layer and deployment alone, so that their number
+/// does not grow with tokens.
+#[must_use]
+pub fn for_layer(problem: &Problem, decision: &LayerDecision, moe: &Moe, arch: Arch) -> Vec<KernelRequest> {
+    let choosers = families(moe, arch).into_iter();
+    let choosers = choosers.map(|family| Chooser { family, batch_invariant: moe.batch_invariant });
     let products = choosers.flat_map(|chooser| products(problem, decision.activation, chooser, arch));
     travel(problem, decision, Levels::Two, arch).into_iter().chain(products).collect()
 }
