@@ -150,14 +150,19 @@ struct Tile {
     u32 row_in_expert;
 };
 
-/// Tiles in the order expert > weight block > row block: what is read of an expert stays in L2 until it is done.
-template <u32 kBlockRows>
+/// Rows of an expert that are gone through for all weights before the next: more would not stay in L2.
+constexpr u32 kBandRows = 2048;
+
+/// Tiles in the order expert > band of rows > weight block > row block: what is read of a band stays in L2 until it is done.
+template <u32 kWeightBlocks, u32 kBlockRows>
 DEVICE Tile weight_major(const Place& place) {
-    const u32 row_blocks = ceil_div(place.num_rows, kBlockRows);
+    constexpr u32 kBandBlocks = kBandRows / kBlockRows, kBandTiles = kBandBlocks * kWeightBlocks;
+    const u32 first_block = place.index / kBandTiles * kBandBlocks, in_band = place.index % kBandTiles;
+    const u32 row_blocks = min_of(kBandBlocks, ceil_div(place.num_rows, kBlockRows) - first_block);
     Tile tile;
     tile.expert = place.expert;
-    tile.weight_block = place.index / row_blocks;
-    tile.row_in_expert = place.index % row_blocks * kBlockRows;
+    tile.weight_block = in_band / row_blocks;
+    tile.row_in_expert = (first_block + in_band % row_blocks) * kBlockRows;
     tile.first_row = place.first_row + tile.row_in_expert;
     tile.num_rows = min_of(kBlockRows, place.num_rows - tile.row_in_expert);
     return tile;

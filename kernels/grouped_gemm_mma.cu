@@ -203,7 +203,7 @@ DEVICE void grouped_gemm(const GroupedGemmArgs& args) {
     TileCursor<G::kWeightBlocks, BLOCK_ROWS> cursor(args);
     Place place;
     for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
-        const Tile tile = weight_major<BLOCK_ROWS>(place);
+        const Tile tile = weight_major<G::kWeightBlocks, BLOCK_ROWS>(place);
         const u32 unit = tile.weight_block * kWarps + warp;
         // A warp beyond the last unit copies its share of the rows and multiplies the last unit again, unseen.
         const u32 read_unit = min_of(unit, G::kUnits - 1);

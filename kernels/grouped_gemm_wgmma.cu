@@ -293,7 +293,7 @@ DEVICE u32 copy_tiles(const GroupedGemmArgs& args, Pipeline& ring, u32& index, u
     TileCursor<Gemm<kIsFc1>::kWeightBlocks, BLOCK_ROWS> cursor(args);
     Place place;
     while (cursor.find(index - num_before, place)) {
-        const Work work = Work::of(place);
+        const Work work = Work::of<Gemm<kIsFc1>::kWeightBlocks>(place);
         const bool has_rows = copies_rows(threadIdx.x / kWarp);
         u32 num_waited = 0, next = 0;
         if (kIsFc1 && has_rows) wait_gathered(args, work);

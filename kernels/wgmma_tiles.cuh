@@ -125,8 +125,9 @@ struct Work {
     u32 num_groups;
     u32 padded_row;
 
+    template <u32 kWeightBlocks>
     DEVICE static Work of(const Place& place) {
-        const Tile tile = weight_major<BLOCK_ROWS>(place);
+        const Tile tile = weight_major<kWeightBlocks, BLOCK_ROWS>(place);
         return {tile.expert,   tile.weight_block, tile.first_row, tile.num_rows, tile.row_in_expert / kGroupRows,
                 ceil_div(place.num_rows, kGroupRows), place.padded_row};
     }
