@@ -30,6 +30,8 @@ struct GroupedGemmArgs {
     u64* counts;
     /// `[2]` the grid barrier of grouped_gemm_small.cu, zero before the first launch.
     u32* barrier;
+    /// What warps of a block of grouped_gemm_small.cu leave to each other: `[blocks, PARTS_BYTES]`, of no use between kernels.
+    u8* parts;
     /// `[1]` tiles of grouped_gemm_wgmma.cu that its blocks have asked for; zero whenever no kernel runs.
     u32* given_out;
     /// Rows of all of `experts`, where only the device knows them; else null.

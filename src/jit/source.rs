@@ -39,6 +39,7 @@ pub(super) const PAYLOAD: Header = header!("payload.cuh");
 pub(super) const PEERS: Header = header!("peers.cuh");
 pub(super) const REQUANTISE: Header = header!("requantise.cuh");
 pub(super) const SMALL_FEED: Header = header!("small_feed.cuh");
+pub(super) const SMALL_ROWS: Header = header!("small_rows.cuh");
 pub(super) const STORE: Header = header!("store.cuh");
 pub(super) const TILES: Header = header!("tiles.cuh");
 pub(super) const WEIGHTS: Header = header!("weights.cuh");

@@ -313,6 +313,7 @@ impl Group {
                 out,
                 counts: evidence.counters(share.program_idx)?,
                 barrier: workspace.barrier.address(),
+                parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
                 num_rows: 0,
                 token_scale: batch.token_scale,

@@ -208,6 +208,7 @@ struct Buffers {
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
     barrier: DeviceBuffer<u32>,
+    parts: DeviceBuffer<u8>,
     given_out: DeviceBuffer<u32>,
     /// `[num_sets, num_shares, num_experts]`
     entries: DeviceBuffer<ExpertEntry>,
@@ -221,6 +222,7 @@ impl Buffers {
         shares: impl Iterator<Item = &'a [usize]> + Clone,
     ) -> Result<Self, BackendError> {
         let (stream, spec) = (layer.stream(), &layer.spec);
+        let num_blocks = stream.device().facts().num_multiprocessors as usize;
         let num_rows: usize = counts.iter().sum();
         let num_padded = experts::padded_rows(num_rows, counts.len());
         let mut expert_offsets = vec![0];
@@ -258,6 +260,7 @@ impl Buffers {
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
+            parts: DeviceBuffer::zeroed(stream, num_blocks * Schedule::PARTS_BYTES as usize)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
             entries: DeviceBuffer::from_slice(stream, &entries)?,
         })
@@ -276,6 +279,7 @@ impl Buffers {
             out: self.out.address(),
             counts: self.counts.address(),
             barrier: self.barrier.address(),
+            parts: self.parts.address(),
             given_out: self.given_out.address(),
             num_rows: 0,
             token_scale,

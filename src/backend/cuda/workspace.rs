@@ -4,7 +4,7 @@ use super::super::BackendError;
 use super::experts::Share;
 use crate::cuda::{DeviceBuffer, Stream};
 use crate::gpu::{Gpu, grow};
-use crate::jit::kernels::grouped_gemm::{ExpertEntry, IMAGE_GROUP_ROWS};
+use crate::jit::kernels::grouped_gemm::{ExpertEntry, IMAGE_GROUP_ROWS, Schedule};
 
 /// The buffers. What they hold between calls is of no use.
 pub(super) struct Workspace {
@@ -38,6 +38,8 @@ pub(super) struct Device {
     pub inner: DeviceBuffer<u16>,
     /// Zero whenever no kernel runs.
     pub barrier: DeviceBuffer<u32>,
+    /// What warps of a block leave to each other.
+    pub parts: DeviceBuffer<u8>,
     /// Likewise.
     pub given_out: DeviceBuffer<u32>,
 }
@@ -45,6 +47,7 @@ pub(super) struct Device {
 impl Workspace {
     pub fn new(stream: &Stream) -> Result<Self, BackendError> {
         let device = stream.device();
+        let num_blocks = device.facts().num_multiprocessors as usize;
         let host = Host {
             tokens: DeviceBuffer::uninitialised(device, 0)?,
             row_token: DeviceBuffer::uninitialised(device, 0)?,
@@ -58,6 +61,7 @@ impl Workspace {
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
             barrier: DeviceBuffer::zeroed(stream, 2)?,
+            parts: DeviceBuffer::uninitialised(device, num_blocks * Schedule::PARTS_BYTES as usize)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
         };
         Ok(Self { host, device })

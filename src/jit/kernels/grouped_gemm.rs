@@ -8,7 +8,7 @@ use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
     ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED,
-    STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    SMALL_ROWS, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
@@ -40,7 +40,7 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_ROWS, STORE, WEIGHTS],
 };
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
 pub const NVFP4_STEP_BYTES: u32 = 1152;
@@ -97,6 +97,8 @@ pub struct GroupedGemmArgs {
     pub counts: u64,
     /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
     pub barrier: u64,
+    /// Address of [`Schedule::PARTS_BYTES`] for each block: what warps of the small schedule leave to each other.
+    pub parts: u64,
     /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
     pub given_out: u64,
     /// Address of a u32: rows of all these experts, where only the device knows them; 0 elsewhere.
@@ -202,9 +204,12 @@ impl GroupedGemm {
     }
 }
 
-/// Warps that share K in the small schedule, and the most steps of one of its slots.
-const SMALL_WARPS: u32 = 8;
-const SMALL_SLOT_STEPS: u32 = 7;
+/// Slices of K in the small schedule.
+const SMALL_SLICES: u32 = 8;
+/// What a block of it may have of dynamic shared memory: a multiprocessor's, less 4 KB that its source declares.
+const SMALL_MOST_BYTES: u32 = 227 * 1024 - 4096;
+/// Its warps, and the most steps that one of them has copied at once: the first that fit beside the rows.
+const SMALL_SHAPES: [[u32; 2]; 3] = [[16, 4], [12, 4], [12, 3]];
 
 impl Schedule {
     /// FC1, where each product is a launch of its own.
@@ -213,6 +218,8 @@ impl Schedule {
     pub const FC2: &'static str = "fc2";
     /// Both products in one launch, which is cooperative.
     pub const FC1_FC2: &'static str = "fc1_fc2";
+    /// A block's parts of sums in the small schedule: 8 for each of at most 12 warps with 16 rows, or 16 warps with 8.
+    pub const PARTS_BYTES: u32 = 96 * 2048;
 
     fn num_stages(self, gemm: &GroupedGemm) -> u32 {
         match (self, gemm.weights) {
@@ -223,7 +230,7 @@ impl Schedule {
             (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
             (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
-            (Self::Small { .. }, _) => 3,
+            (Self::Small { .. }, _) => 2,
         }
     }
 
@@ -285,25 +292,39 @@ impl Schedule {
                 let warpgroups = if block_rows == 256 { 3 } else { 4 };
                 Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
-            Self::Small { block_rows } => {
-                let slot_steps = |steps: u32| {
-                    let slice = steps.div_ceil(SMALL_WARPS);
-                    slice.div_ceil(slice.div_ceil(SMALL_SLOT_STEPS))
-                };
-                let slot = slot_steps(gemm.fc1_steps()).max(slot_steps(gemm.fc2_steps())) * NVFP4_STEP_BYTES;
-                let sums = SMALL_WARPS * block_rows * 32 * 4;
-                let shared_bytes = SMALL_WARPS * stages * slot + 2 * sums;
-                Launch { num_threads: SMALL_WARPS * 32, shared_bytes, blocks_per_multiprocessor: 1 }
+            Self::Small { .. } => {
+                let [warps, slot_steps] = self.small_shape(gemm);
+                let shared_bytes = self.small_shared_bytes(gemm, warps, slot_steps);
+                Launch { num_threads: warps * 32, shared_bytes, blocks_per_multiprocessor: 1 }
             }
         }
     }
 
-    /// Whether there is such a kernel: the small one keeps a slice of a row's values in registers.
+    /// Shared memory of the small schedule: rows, and rings of slots for so many warps.
+    fn small_shared_bytes(self, gemm: &GroupedGemm, warps: u32, most_slot_steps: u32) -> u32 {
+        let slot_steps = |steps: u32| {
+            let slice = steps.div_ceil(SMALL_SLICES);
+            slice.div_ceil(slice.div_ceil(most_slot_steps))
+        };
+        let [fc1, fc2] = [gemm.fc1_steps(), gemm.fc2_steps()];
+        let slot = slot_steps(fc1).max(slot_steps(fc2)) * NVFP4_STEP_BYTES;
+        self.block_rows() * (fc1.max(fc2) * ROW_STEP_BYTES + 16) + warps * self.num_stages(gemm) * slot
+    }
+
+    /// Warps of the small schedule, and the most steps of a slot.
+    fn small_shape(self, gemm: &GroupedGemm) -> [u32; 2] {
+        let fits = |[warps, steps]: &[u32; 2]| {
+            warps * self.block_rows() <= 192 && self.small_shared_bytes(gemm, *warps, *steps) <= SMALL_MOST_BYTES
+        };
+        SMALL_SHAPES.into_iter().find(fits).unwrap_or(SMALL_SHAPES[SMALL_SHAPES.len() - 1])
+    }
+
+    /// Whether there is such a kernel: the small one keeps an expert's rows in shared memory.
     #[must_use]
     pub fn serves(self, gemm: &GroupedGemm) -> bool {
         let Self::Small { block_rows } = self else { return true };
         let steps = gemm.fc1_steps().max(gemm.fc2_steps());
-        gemm.weights == Weights::Nvfp4 && steps.div_ceil(SMALL_WARPS) * (block_rows / 8) <= 16
+        gemm.weights == Weights::Nvfp4 && steps.div_ceil(SMALL_SLICES) * (block_rows / 8) <= 16
     }
 
     /// What to compile.
@@ -329,7 +350,10 @@ impl Schedule {
             .with("NUM_STAGES", self.num_stages(gemm))
             .with("NUM_THREADS", launch.num_threads)
             .with("SHARED_BYTES", launch.shared_bytes);
-        if !matches!(self, Self::Small { .. }) {
+        if matches!(self, Self::Small { .. }) {
+            let [_, slot_steps] = self.small_shape(gemm);
+            request = request.with("SLOT_STEPS", slot_steps).with("PARTS_BYTES", Self::PARTS_BYTES);
+        } else {
             request = request.with("WEIGHT_BITS", weight_bits);
         }
         if matches!(self, Self::Wgmma { .. }) {

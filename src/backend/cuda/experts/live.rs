@@ -99,6 +99,7 @@ impl Group {
                 out,
                 counts: evidence.counters(program)?,
                 barrier: workspace.barrier.address(),
+                parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
                 num_rows: workspace.program_rows.address_of(index..index + 1)?,
                 token_scale: batch.token_scale,

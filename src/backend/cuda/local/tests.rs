@@ -97,6 +97,49 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
     }
 }
 
+/// Both tiles of the small schedule, with runs of a unit, of fewer units than warps and of more, of one block of rows and of
+/// several; slices of K that are even and that are not, of no step at all and of several slots.
+#[test]
+#[ignore = "needs a Hopper GPU and NVRTC"]
+fn gpu_small_tiles_give_equal_bits() {
+    let opened = gpu();
+    for (hidden, intermediate, num_experts) in [(320, 176, 40), (1024, 768, 40), (144, 48, 200), (4096, 1536, 12)] {
+        for quantise_activations in [false, true] {
+            let spec =
+                ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: false };
+            let (layer, values) = layer(&opened, spec, LocalSize { num_experts, num_sets: 1 });
+            let small = [8, 16].map(|block_rows| Schedule::Small { block_rows });
+            layer.shared.programs.load(&small.into_iter().collect(), &layer.gemm).unwrap();
+            let mut rng = Random::new(11);
+            for round in 0..6 {
+                let most = [17, 2, 1, 9, 40, 17][round];
+                let mut counts: Vec<usize> = (0..num_experts).map(|_| rng.below(most)).collect();
+                if round == 2 {
+                    counts[num_experts / 2..].fill(0);
+                }
+                counts[round] = [16, 1, 8, 3, 300, 0][round];
+                let mut wanted: Option<Vec<f32>> = None;
+                for schedule in small {
+                    let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
+                    let mut work = layer.work_by(&counts, tokens, |_| schedule).unwrap();
+                    for repeat in 0..3 {
+                        work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
+                        work.check().unwrap();
+                        let out = work.buffers.out.download(layer.stream()).unwrap();
+                        assert!(out.iter().all(|value| value.is_finite()), "{schedule}");
+                        let what = format!("{hidden} x {intermediate}, {schedule}, round {round}, repeat {repeat}");
+                        assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
+                    }
+                }
+                let bits = wanted.iter().flatten().fold(0_u64, |sum, value| {
+                    (sum ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3).rotate_left(5)
+                });
+                println!("{hidden} x {intermediate}, quantised {quantise_activations}, round {round}: {bits:016x}");
+            }
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a Hopper GPU and NVRTC; prints what schedules take"]
 fn gpu_times_of_every_schedule() {
