@@ -1,9 +1,9 @@
 // The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4}` for few rows an expert, sm_90a: what matters is
 // that weights stream at the full rate of memory.
 //
-// One launch, `fc1_fc2`, for both products, with a barrier of all blocks between them: the first weights of FC2 are on
-// their way while it is waited for. One block of kThreads threads a multiprocessor, launched cooperatively; more rows an
-// expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
+// One launch, `fc1_fc2`, for both products. A block goes on with FC2 when all blocks are done with FC1 of the rows that it reads
+// then; its first weights are on their way while that is waited for. One block of kThreads threads a multiprocessor, launched
+// cooperatively; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
 //
 // A block's units of 32 weight rows that read the same rows are a run; the rows lie in shared memory. K of every unit is cut
 // into 8 slices, whatever the run. A run's slices go to the warps in even ranges, which may end within a unit: then a warp leaves its
@@ -184,9 +184,11 @@ DEVICE void compute_run(const GroupedGemmArgs& args, const Run& run, const Run* 
     const Share share = Share::of(run.num_units, seat.warp);
     const u32 lane = threadIdx.x % kWarp, own_rows = seat.rows + lane / 4 * G::kRowBytes + lane % 4 * 32;
     const bool is_short = run.num_units < kWarps;
-    u32 num_left = 0;
-    if (share.is_empty()) parts.tell(seat.warp);
+    u32 num_left = 0, num_stored = 0;
     const u32 num_units = share.is_empty() ? 0 : share.last_unit() + 1 - share.first_unit();
+    const bool puts = num_units > 0 && share.high(share.last_unit()) < kSlices;
+    rows.wait(0, seat.parity);
+    if (!puts) parts.tell(seat.warp);
 #pragma unroll 1
     for (u32 i = 0; i < num_units; ++i) {
         const u32 unit = share.last_unit() - i, low = share.low(unit), high = share.high(unit);
@@ -207,11 +209,11 @@ DEVICE void compute_run(const GroupedGemmArgs& args, const Run& run, const Run* 
                 sums.add(piece);
             }
             if (is_last && !is_short && next != nullptr) {
-                for (; num_left <= slice; ++num_left) rows.leave(args, *next, num_left);
+                for (; num_left <= slice; ++num_left) rows.leave(args, *next, num_left, seat.parity);
             }
         }
         if (high < kSlices && !is_short) parts.put(seat.warp, sums);
-        if (i == 0) parts.tell(seat.warp);
+        if (i == 0 && puts) parts.tell(seat.warp);
         if (high < kSlices) continue;
         if (is_in_parts) {
             for (u32 other = seat.warp; Share::of(run.num_units, other).first > unit * kSlices;) {
@@ -222,13 +224,18 @@ DEVICE void compute_run(const GroupedGemmArgs& args, const Run& run, const Run* 
         }
         if constexpr (kIsFc1) {
             store_fc1(args, run, run.first_unit + unit, sums, counts);
+            ++num_stored;
         } else {
             store_fc2(args, run, run.first_unit + unit, sums);
             if (run.first_unit + unit == 0 && lane == 0) count_rows(args, run.num_rows);
         }
     }
+    if constexpr (kIsFc1) {
+        __syncwarp();
+        if (num_stored > 0 && lane == 0) add_release(args.gathered + run.group, num_stored);
+    }
     if (next == nullptr) return;
-    for (; num_left < kSlices; ++num_left) rows.leave(args, *next, num_left);
+    for (; num_left < kSlices; ++num_left) rows.leave(args, *next, num_left, seat.parity);
 }
 
 /// Computes what is planned. All threads of the block call it.
@@ -240,6 +247,9 @@ DEVICE void compute(const GroupedGemmArgs& args, Plan<kIsFc1>& plan, Seat& seat,
         for (u32 r = seat.warp; r < num_runs; r += kWarps) plan.runs[r].find_tokens(args);
         __syncthreads();
     }
+    if constexpr (!kIsFc1) {
+        if (seat.warp < kSlices) wait_activated(args, plan);
+    }
     if (num_runs > 0 && seat.warp < kSlices) Rows<kIsFc1>{seat.rows, seat.common}.load(args, plan.runs[0], seat.warp);
 #pragma unroll 1
     for (u32 r = 0; r < num_runs; ++r) {
@@ -249,25 +259,19 @@ DEVICE void compute(const GroupedGemmArgs& args, Plan<kIsFc1>& plan, Seat& seat,
     }
 }
 
-/// Waits until all blocks of the grid have come here. `barrier` `[2]`: arrivals, and a number that each crossing raises.
-DEVICE void grid_barrier(u32* barrier) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 crossing, now;
-        crossing = load_acquire(barrier + 1);
-        __threadfence();
-        if (atomicAdd(barrier, 1) == gridDim.x - 1) {
-            barrier[0] = 0;
-            asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(barrier + 1), "r"(crossing + 1) : "memory");
-        } else {
-            do {
-                now = load_acquire(barrier + 1);
-            } while (now == crossing);
+/// Waits until all activations that planned runs read are there, and counts that it has: the last to do so, of all blocks' warps,
+/// sets the count back. All lanes of a warp call it.
+DEVICE void wait_activated(const GroupedGemmArgs& args, const Plan<false>& plan) {
+    constexpr u32 kActivated = Gemm<true>::kUnits, kRead = kActivated + kSlices * Gemm<false>::kUnits;
+    const u32 lane = threadIdx.x % kWarp;
+    if (lane < plan.num_runs) {
+        u32* const count = args.gathered + plan.runs[lane].group;
+        while (load_acquire(count) < kActivated) {
         }
-        __threadfence();
+        const u32 num_units = plan.runs[lane].num_units;
+        if (atomicAdd(count, num_units) + num_units == kRead) *count = 0;
     }
-    __syncthreads();
+    __syncwarp();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
@@ -309,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
         feed.go_on(fc1);
     }
     if (QUANTISE) counts.flush(args.counts);
-    grid_barrier(args.barrier);
+    __syncthreads();
 
     // FC2, whose first weights are here or on their way
     compute<false>(args, fc2, seat, ring, feed, counts);

@@ -108,6 +108,8 @@ struct Run {
     u32 num_units;
     u32 first_row;
     u32 num_rows;
+    /// Where its rows' activations are counted.
+    u32 group;
     /// What multiplies gate's and up's sums, or down's.
     float scales[2];
     float inverse_input_scale;
@@ -162,6 +164,7 @@ struct Plan {
                 run.num_units = num_units;
                 run.first_row = place.first_row + row_in_expert;
                 run.num_rows = min_of<u32>(BLOCK_ROWS, place.num_rows - row_in_expert);
+                run.group = (place.padded_row + row_in_expert) / 8;
                 if constexpr (kIsFc1 && QUANTISE) run.inverse_input_scale = __fdiv_rn(1.0f, expert.input_scale);
                 if constexpr (kIsFc1) {
                     run.scales[0] = args.token_scale * expert.gate_scale;

@@ -44,7 +44,7 @@ struct Rows {
 #pragma unroll
         for (u32 row = lane / 8; row < BLOCK_ROWS; row += 4) {
             // Rows beyond the last are whatever was there: a row's sums depend on no other one, and theirs are not stored.
-            if (row >= run.num_rows) break;
+            if (row >= run.num_rows) continue;
             const u64 source = kIsFc1 ? run.tokens[row] : run.first_row + row;
             const u8* from = (kIsFc1 ? args.tokens : args.inner) + source * (G::kWidth * 2);
             const u32 to = shared + row * G::kRowBytes + first * kStepRowBytes + at;
@@ -62,7 +62,11 @@ struct Rows {
     DEVICE void wait(u32 slice, u32 parity) const { barrier_wait(come(slice), parity); }
 
     /// A warp is done with a slice; the last one asks for that of the run that follows.
-    DEVICE void leave(const GroupedGemmArgs& args, const Run& next, u32 slice) const {
+    ///
+    /// NOTE: it has to have come, also for a warp that has no use for it: who went on without could be two runs ahead of others,
+    /// where a barrier's parity says nothing any more.
+    DEVICE void leave(const GroupedGemmArgs& args, const Run& next, u32 slice, u32 parity) const {
+        wait(slice, parity);
         __syncwarp();
         u32 num_done = 0;
         if (threadIdx.x % kWarp == 0) {
@@ -72,6 +76,7 @@ struct Rows {
             __threadfence_block();
         }
         if (__shfl_sync(kAllLanes, num_done, 0) == kWarps) load(args, next, slice);
+        __syncwarp();
     }
 
 private:
@@ -127,7 +132,7 @@ public:
         return sums;
     }
 
-    /// Says that this warp has put what it will of this run.
+    /// Says that this warp has put what it will of this run; before it leaves a slice of its rows, and once a slice has come.
     DEVICE void tell(u32 warp) const {
         __syncwarp();
         if (threadIdx.x % kWarp == 0) barrier_arrive(shared_address(common_.left + warp));

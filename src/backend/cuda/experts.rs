@@ -297,8 +297,9 @@ impl Group {
         grow(&mut workspace.expert_offsets, offsets.len())?;
         gpu.upload(&mut workspace.expert_offsets, 0, &offsets)?;
         if shares.iter().any(|share| self.programs[share.program_idx].program.wants_images()) {
-            workspace.grow_image(gpu.stream(), num_padded, padded(self.spec.hidden))?;
+            grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
+        workspace.grow_gathered(gpu.stream(), num_padded)?;
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
         for (index, share) in shares.iter().enumerate() {
@@ -312,7 +313,6 @@ impl Group {
                 inner: workspace.inner.address(),
                 out,
                 counts: evidence.counters(share.program_idx)?,
-                barrier: workspace.barrier.address(),
                 parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
                 num_rows: 0,

@@ -207,7 +207,6 @@ struct Buffers {
     inner: DeviceBuffer<u16>,
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
-    barrier: DeviceBuffer<u32>,
     parts: DeviceBuffer<u8>,
     given_out: DeviceBuffer<u32>,
     /// `[num_sets, num_shares, num_experts]`
@@ -259,7 +258,6 @@ impl Buffers {
             inner: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.intermediate))?,
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
-            barrier: DeviceBuffer::zeroed(stream, 2)?,
             parts: DeviceBuffer::zeroed(stream, num_blocks * Schedule::PARTS_BYTES as usize)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
             entries: DeviceBuffer::from_slice(stream, &entries)?,
@@ -278,7 +276,6 @@ impl Buffers {
             inner: self.inner.address(),
             out: self.out.address(),
             counts: self.counts.address(),
-            barrier: self.barrier.address(),
             parts: self.parts.address(),
             given_out: self.given_out.address(),
             num_rows: 0,

@@ -87,7 +87,8 @@ pub struct GroupedGemmArgs {
     pub tokens: u64,
     /// Address of the image of all rows, of schedules that gather one.
     pub image: u64,
-    /// Address of a u32 for each group of the image's rows, zero before and after: how much of it is there.
+    /// Address of a u32 for each group of [`IMAGE_GROUP_ROWS`] rows, each expert's rounded up; zero before and after: how much of
+    /// the image, or of FC2's input, is there.
     pub gathered: u64,
     /// Address of FC2's input.
     pub inner: u64,
@@ -95,8 +96,6 @@ pub struct GroupedGemmArgs {
     pub out: u64,
     /// Address of three u64, which are added to: block scales that saturated, that became 0, rows stored.
     pub counts: u64,
-    /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
-    pub barrier: u64,
     /// Address of [`Schedule::PARTS_BYTES`] for each block: what warps of the small schedule leave to each other.
     pub parts: u64,
     /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
