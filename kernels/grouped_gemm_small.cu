@@ -5,19 +5,15 @@
 // then; its first weights are on their way while that is waited for. One block of kThreads threads a multiprocessor, launched
 // cooperatively; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
 //
-// A block's units of 32 weight rows that read the same rows are a run; the rows lie in shared memory. K of every unit is cut
-// into 8 slices, whatever the run. A run's slices go to the warps in even ranges, which may end within a unit: then a warp leaves its
-// sums to the next one. Weights come into a ring of each warp's own. No warp waits for all others of its block before the end of
-// FC1: the next run's rows come slice by slice as the last warp is done with this one's.
+// Every unit of 32 weight rows is shared by 8 warps, each with a slice of K whose activations stay in its registers. A
+// warp's slices come into a ring of its own: no warp waits for another one's copies.
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
 //   QUANTISE, OUTPUT_BITS  as in grouped_gemm_mma.cu
-//   BLOCK_ROWS             8 or 16. It changes no bits: slices of K are added in ascending order, each from zero
+//   BLOCK_ROWS             8 or 16. It changes no bits: slices of K are added in ascending order
 //   NUM_STAGES             slots of a warp's ring
-//   SLOT_STEPS             the most steps of a slot
-//   NUM_THREADS            how many warps share a run; it changes no bits either
-//   SHARED_BYTES, PARTS_BYTES   what the host launches with and makes room for, compared with this file's own
+//   NUM_THREADS, SHARED_BYTES   what the host launches with, compared with this file's own
 //   ACTIVATION, ...        see activation.cuh
 
 #include "activation.cuh"
@@ -26,133 +22,149 @@
 #include "hopper.cuh"
 #include "requantise.cuh"
 #include "small_feed.cuh"
-#include "small_rows.cuh"
+#include "small_plan.cuh"
 #include "store.cuh"
 #include "weights.cuh"
 
-/// Multiplies one step: its weights and its rows in shared memory, `rows` at this lane's of the first row tile.
-template <u32 kRowBytes>
-DEVICE void multiply_step(u32 weights, u32 rows, Sums& sums) {
+/// The rows that a lane reads of a run: where they lie among the tokens, or in FC2's input.
+template <bool kIsFc1>
+struct Sources {
+    u32 row[kRowTiles];
+
+    DEVICE void find(const GroupedGemmArgs& args, const Run& run) {
+        const u32 g = threadIdx.x % kWarp / 4;
+#pragma unroll
+        for (u32 n = 0; n < kRowTiles; ++n) {
+            // Beyond the rows the last one again: its sums are not stored.
+            row[n] = run.first_row + min_of(n * 8 + g, run.num_rows - 1);
+            if constexpr (kIsFc1) row[n] = args.row_token[row[n]];
+        }
+    }
+};
+
+/// A warp's slice of a run's rows, as B fragments: `[step][MMA][row tile][2]`.
+template <bool kIsFc1>
+struct Rows {
+    using G = Gemm<kIsFc1>;
+    u32 b[G::kSlice][4][kRowTiles][2];
+
+    DEVICE void load(const GroupedGemmArgs& args, const Sources<kIsFc1>& sources, const Slice<kIsFc1>& slice) {
+        const u32 t = threadIdx.x % 4;
+#pragma unroll
+        for (u32 n = 0; n < kRowTiles; ++n) {
+            const u8* values =
+                (kIsFc1 ? args.tokens : args.inner) + static_cast<u64>(sources.row[n]) * (G::kWidth * 2);
+#pragma unroll
+            for (u32 step = 0; step < G::kSlice; ++step) {
+                const u32 k = (slice.first_step + step) * kStepK + 16 * t;
+                Word4 low = {{0, 0, 0, 0}}, high = {{0, 0, 0, 0}};
+                if (slice.holds(step) && k < G::kWidth) {
+                    low = load_global4_cg(values + k * 2);
+                    high = load_global4_cg(values + k * 2 + 16);
+                }
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) {
+                    b[step][i / 2][n][i % 2] = low.v[i];
+                    b[step][2 + i / 2][n][i % 2] = high.v[i];
+                }
+            }
+        }
+    }
+};
+
+/// Multiplies one step: its weights in shared memory, its rows in registers.
+DEVICE void multiply_step(u32 weights, const u32 (&b)[4][kRowTiles][2], float (&acc)[2][kRowTiles][4]) {
     const u32 lane = threadIdx.x % kWarp;
     const Word4 words[2] = {load_shared4(weights + lane * 16), load_shared4(weights + kTileBytes + lane * 16)};
     const u32 scales = load_shared(weights + kScalesAt + lane * 4);
-    Word4 b[kRowTiles][2];
-#pragma unroll
-    for (u32 n = 0; n < kRowTiles; ++n) {
-        b[n][0] = load_shared4(rows + n * (8 * kRowBytes));
-        b[n][1] = load_shared4(rows + n * (8 * kRowBytes) + 16);
-    }
     const u32 s[2][2] = {{scale_pair<0>(scales), scale_pair<1>(scales)}, {scale_pair<2>(scales), scale_pair<3>(scales)}};
 #pragma unroll
     for (u32 q = 0; q < 4; q += 2) {
-        u32 a[2][2][4];
 #pragma unroll
-        for (u32 j = 0; j < 2; ++j) decode16(words[j].v[q], words[j].v[q + 1], s[j][0], s[j][1], a[j][0], a[j][1]);
-        // What adds to one sum lies as far apart as can be.
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
+        for (u32 j = 0; j < 2; ++j) {
+            u32 a[2][4];
+            decode16(words[j].v[q], words[j].v[q + 1], s[j][0], s[j][1], a[0], a[1]);
 #pragma unroll
             for (u32 n = 0; n < kRowTiles; ++n) {
-                const Word4& words_of_q = b[n][q / 2];
-#pragma unroll
-                for (u32 j = 0; j < 2; ++j) mma_m16n8k16(sums.v[j][n], a[j][i], words_of_q.v[2 * i], words_of_q.v[2 * i + 1]);
+                mma_m16n8k16(acc[j][n], a[0], b[q][n][0], b[q][n][1]);
+                mma_m16n8k16(acc[j][n], a[1], b[q + 1][n][0], b[q + 1][n][1]);
             }
         }
     }
 }
 
-/// Multiplies a piece, from zero.
-template <bool kIsFc1>
-DEVICE Sums multiply_piece(u32 slice, u32 rows, Ring& ring, Feed& feed) {
-    using G = Gemm<kIsFc1>;
-    const u32 first = G::steps_before(slice), num_steps = G::steps_before(slice + 1) - first;
-    Sums sums;
-    sums.clear();
-#pragma unroll
-    for (u32 slot = 0; slot < G::kSlots; ++slot) {
-        if (!G::kIsEven && slot * G::kSlotSteps >= num_steps) break;
-        const u32 weights = ring.wait();
-#pragma unroll
-        for (u32 s = 0; s < G::kSlotSteps; ++s) {
-            const u32 step = slot * G::kSlotSteps + s;
-            if (step < G::kSlice && (G::kIsEven || step < num_steps)) {
-                multiply_step<G::kRowBytes>(weights + s * kStepBytes, rows + (first + step) * (kStepK * 2), sums);
-            }
-        }
-        ring.release();
-        if (threadIdx.x % kWarp == 0) feed.fill(ring);
-    }
-    return sums;
+/// Where a lane's sum lies among a warp's. NOTE: the rotation spreads what a reducing warp reads over all banks.
+DEVICE u32 sum_at(u32 j, u32 n, u32 c, u32 lane) {
+    return (((j * kRowTiles + n) * 4 + c) * kWarp + (lane + c % 2 + 2 * j) % kWarp) * 4;
 }
 
-/// Sends a unit's columns through NVFP4, a block a row: `values[n][c][j]` is column 2 g + j of row 8 n + 2 t + c.
+/// Adds all warps' sums of a unit, in the order of K. A warp reduces rows 2 t + {0, 1} of each row tile; its lane
+/// 4 g + 2 j + c has columns (j, g) of row c: both halves' sums of all 8 warps.
+DEVICE void add_slices(u32 sums, u32 n, float (&halves)[2]) {
+    const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4, g = lane / 4, j = lane / 2 % 2, c = lane % 2;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        float sum = 0.0f;
+#pragma unroll
+        for (u32 warp = 0; warp < kWarps; ++warp) {
+            sum += as_float(load_shared(sums + warp * (kSumsBytes / kWarps) + sum_at(j, n, 2 * half + c, 4 * g + t)));
+        }
+        halves[half] = sum * kDecodeFactor;
+    }
+}
+
+/// Sends a unit's columns through NVFP4, a block a row: `values[n]` is a column of row 8 n + 2 t + c.
 ///
-/// The lanes of one t hold 2 kRowTiles blocks between them; of each, the lane 4 (n + kRowTiles c) + t makes the scale.
-DEVICE void requantise_unit(const Run& run, float (&values)[kRowTiles][2][2], QuantCounts& counts) {
-    const u32 lane = threadIdx.x % kWarp, t = lane % 4, n = kRowTiles == 2 ? lane / 4 % 2 : 0;
-    const u32 c = lane / (4 * kRowTiles) % 2;
-    // As integers magnitudes order like their bits, and NaN wins.
-    u32 amax[kRowTiles][2];
+/// With two row tiles a lane makes the scale of the one that bit 1 of its number names, and is told the other's.
+DEVICE void requantise_unit(const Run& run, u32 t, float (&values)[kRowTiles], QuantCounts& counts) {
+    const u32 lane = threadIdx.x % kWarp, c = lane % 2, own = kRowTiles == 2 ? lane / 2 % 2 : 0;
+    // The lanes of a row hold a block. As integers magnitudes order like their bits, and NaN wins.
+    u32 amax[kRowTiles];
 #pragma unroll
-    for (u32 i = 0; i < 2 * kRowTiles; ++i) {
-        const float(&pair)[2] = values[i / 2][i % 2];
-        amax[i / 2][i % 2] = max(nvfp4::magnitude_bits(pair[0]), nvfp4::magnitude_bits(pair[1]));
-    }
-    u32 of_row[2];
+    for (u32 n = 0; n < kRowTiles; ++n) amax[n] = nvfp4::magnitude_bits(values[n]);
+    const u32 first = amax[0], last = amax[kRowTiles - 1];
+    u32 bits = max(own == 0 ? first : last, __shfl_xor_sync(kAllLanes, own == 0 ? last : first, 2));
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-        const u32 first = amax[0][i], last = amax[kRowTiles - 1][i];
-        of_row[i] = first;
-        if constexpr (kRowTiles == 2) {
-            of_row[i] = max(n == 0 ? first : last, __shfl_xor_sync(kAllLanes, n == 0 ? last : first, 4));
-        }
-    }
-    u32 bits = max(c == 0 ? of_row[0] : of_row[1],
-                   __shfl_xor_sync(kAllLanes, c == 0 ? of_row[1] : of_row[0], 4 * kRowTiles));
-#pragma unroll
-    for (u32 distance = 8 * kRowTiles; distance < kWarp; distance *= 2) {
-        bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
-    }
+    for (u32 distance = 4; distance < kWarp; distance *= 2) bits = max(bits, __shfl_xor_sync(kAllLanes, bits, distance));
     const BlockScale scale = block_scale(bits, run.inverse_input_scale);
-    if (lane < 8 * kRowTiles && 8 * n + 2 * t + c < run.num_rows) counts.add(scale);
+    if (lane < 2 * kRowTiles && own * 8 + 2 * t + c < run.num_rows) counts.add(scale);
 #pragma unroll
-    for (u32 i = 0; i < 2 * kRowTiles; ++i) {
-        const BlockFactors factors = factors_of(scale, 4 * (i / 2 + kRowTiles * (i % 2)) + t);
-#pragma unroll
-        for (u32 j = 0; j < 2; ++j) values[i / 2][i % 2][j] = requantise(values[i / 2][i % 2][j], factors);
-    }
+    for (u32 n = 0; n < kRowTiles; ++n) values[n] = requantise(values[n], factors_of(scale, c + 2 * n));
 }
 
-/// Stores a unit of FC1: columns 16 unit + 2 g + {0, 1} of rows 8 n + 2 t + {0, 1}.
-DEVICE void store_fc1(const GroupedGemmArgs& args, const Run& run, u32 unit, const Sums& sums, QuantCounts& counts) {
-    const u32 lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    float values[kRowTiles][2][2];
+/// Stores a unit of FC1: one column of one row a lane, 16 unit + 2 g + j.
+DEVICE void store_fc1(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums, QuantCounts& counts) {
+    const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
+    float values[kRowTiles];
 #pragma unroll
-    for (u32 i = 0; i < 4 * kRowTiles; ++i) {
-        const u32 n = i / 4, c = i / 2 % 2, j = i % 2;
-        const float gate = sums.v[j][n][c] * kDecodeFactor, up = sums.v[j][n][2 + c] * kDecodeFactor;
-        values[n][c][j] = activate(gate * run.scales[0], up * run.scales[1]);
+    for (u32 n = 0; n < kRowTiles; ++n) {
+        float halves[2];
+        add_slices(sums, n, halves);
+        values[n] = activate(halves[0] * run.scales[0], halves[1] * run.scales[1]);
     }
-    if constexpr (QUANTISE) requantise_unit(run, values, counts);
+    if constexpr (QUANTISE) requantise_unit(run, t, values, counts);
 #pragma unroll
-    for (u32 i = 0; i < 2 * kRowTiles; ++i) {
-        const u32 row = i / 2 * 8 + 2 * t + i % 2;
-        if (row < run.num_rows) {
-            const u64 at = static_cast<u64>(run.first_row + row) * INTERMEDIATE + unit * 16 + 2 * g;
-            *reinterpret_cast<u32*>(args.inner + at * 2) = pack_bf16(values[i / 2][i % 2][0], values[i / 2][i % 2][1]);
+    for (u32 n = 0; n < kRowTiles; ++n) {
+        const u32 row = n * 8 + 2 * t + lane % 2;
+        const float odd = __shfl_xor_sync(kAllLanes, values[n], 2);
+        if (lane / 2 % 2 == 0 && row < run.num_rows) {
+            const u64 at = static_cast<u64>(run.first_row + row) * INTERMEDIATE + unit * 16 + 2 * (lane / 4);
+            *reinterpret_cast<u32*>(args.inner + at * 2) = pack_bf16(values[n], odd);
         }
     }
 }
 
-/// Stores a unit of FC2: columns 32 unit + 4 g + {0, 1, 2, 3} of the same rows.
-DEVICE void store_fc2(const GroupedGemmArgs& args, const Run& run, u32 unit, const Sums& sums) {
-    const u32 lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4, column = unit * kUnitRows + 4 * g;
+/// Stores a unit of FC2: two columns of one row a lane, 32 unit + 4 g + 2 j + {0, 1}.
+DEVICE void store_fc2(const GroupedGemmArgs& args, const Run& run, u32 unit, u32 sums) {
+    const u32 lane = threadIdx.x % kWarp, t = threadIdx.x / kWarp % 4;
+    const u32 column = unit * kUnitRows + 2 * (lane / 2);
 #pragma unroll
-    for (u32 i = 0; i < 2 * kRowTiles; ++i) {
-        const u32 n = i / 2, c = i % 2, row = n * 8 + 2 * t + c;
-        float v[4];
-#pragma unroll
-        for (u32 k = 0; k < 4; ++k) v[k] = sums.v[k / 2][n][k % 2 * 2 + c] * kDecodeFactor * run.scales[0];
+    for (u32 n = 0; n < kRowTiles; ++n) {
+        const u32 row = n * 8 + 2 * t + lane % 2;
+        float v[2];
+        add_slices(sums, n, v);
+        v[0] *= run.scales[0];
+        v[1] *= run.scales[0];
         // HIDDEN may end in the middle of the last unit, never inside four columns.
         if (row < run.num_rows && column < HIDDEN) {
             store_columns(args.out + (static_cast<u64>(run.first_row + row) * HIDDEN + column) * (OUTPUT_BITS / 8), v);
@@ -160,118 +172,66 @@ DEVICE void store_fc2(const GroupedGemmArgs& args, const Run& run, u32 unit, con
     }
 }
 
-/// A warp's place, and what it has in common with its block.
-struct Seat {
-    u32 warp;
-    u32 rows;
-    Common& common;
-    Parts parts;
-    /// Of the run's barriers.
-    u32 parity;
-};
-
-/// Computes a warp's share of a run, and asks for rows of `next`, if there is one.
-///
-/// In a short run most warps have less than a unit: what they add up goes piece by piece to whoever has the unit's last slice. In
-/// a longer one a unit is shared by two warps at most, and what the first of them has added up of it has long been there
-/// when the other one comes to it.
+/// Computes what is planned. `turn` says which half of the warps reduces and which half of the sums is written.
 template <bool kIsFc1>
-DEVICE void compute_run(const GroupedGemmArgs& args, const Run& run, const Run* next, const Seat& seat, Ring& ring,
-                        Feed& feed, QuantCounts& counts) {
+DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring& ring, Feed& feed, u32 sums,
+                    u32& turn, QuantCounts& counts) {
     using G = Gemm<kIsFc1>;
-    const Rows<kIsFc1> rows = {seat.rows, seat.common};
-    const Parts& parts = seat.parts;
-    const Share share = Share::of(run.num_units, seat.warp);
-    const u32 lane = threadIdx.x % kWarp, own_rows = seat.rows + lane / 4 * G::kRowBytes + lane % 4 * 32;
-    const bool is_short = run.num_units < kWarps;
-    u32 num_left = 0, num_stored = 0;
-    const u32 num_units = share.is_empty() ? 0 : share.last_unit() + 1 - share.first_unit();
-    const bool puts = num_units > 0 && share.high(share.last_unit()) < kSlices;
-    rows.wait(0, seat.parity);
-    if (!puts) parts.tell(seat.warp);
-#pragma unroll 1
-    for (u32 i = 0; i < num_units; ++i) {
-        const u32 unit = share.last_unit() - i, low = share.low(unit), high = share.high(unit);
-        const bool is_last = i + 1 == num_units, is_in_parts = is_short && high - low < kSlices;
-        Sums sums;
-        sums.clear();
-        if (low > 0 && !is_short) {
-            parts.wait(seat.warp - 1, seat.parity);
-            sums = parts.get(seat.warp - 1);
-        }
-#pragma unroll 1
-        for (u32 slice = low; slice < high; ++slice) {
-            if (i < 2) rows.wait(slice, seat.parity);
-            const Sums piece = multiply_piece<kIsFc1>(slice, own_rows, ring, feed);
-            if (is_in_parts) {
-                parts.put(unit * kSlices + slice, piece);
-            } else {
-                sums.add(piece);
-            }
-            if (is_last && !is_short && next != nullptr) {
-                for (; num_left <= slice; ++num_left) rows.leave(args, *next, num_left, seat.parity);
-            }
-        }
-        if (high < kSlices && !is_short) parts.put(seat.warp, sums);
-        if (i == 0 && puts) parts.tell(seat.warp);
-        if (high < kSlices) continue;
-        if (is_in_parts) {
-            for (u32 other = seat.warp; Share::of(run.num_units, other).first > unit * kSlices;) {
-                parts.wait(--other, seat.parity);
-            }
-#pragma unroll 2
-            for (u32 slice = 0; slice < kSlices; ++slice) sums.add(parts.get(unit * kSlices + slice));
-        }
-        if constexpr (kIsFc1) {
-            store_fc1(args, run, run.first_unit + unit, sums, counts);
-            ++num_stored;
-        } else {
-            store_fc2(args, run, run.first_unit + unit, sums);
-            if (run.first_unit + unit == 0 && lane == 0) count_rows(args, run.num_rows);
-        }
-    }
-    if constexpr (kIsFc1) {
-        __syncwarp();
-        if (num_stored > 0 && lane == 0) add_release(args.gathered + run.group, num_stored);
-    }
-    if (next == nullptr) return;
-    for (; num_left < kSlices; ++num_left) rows.leave(args, *next, num_left, seat.parity);
-}
-
-/// Computes what is planned. All threads of the block call it.
-template <bool kIsFc1>
-DEVICE void compute(const GroupedGemmArgs& args, Plan<kIsFc1>& plan, Seat& seat, Ring& ring, Feed& feed,
-                    QuantCounts& counts) {
+    const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const Slice<kIsFc1> slice = Slice<kIsFc1>::mine();
     const u32 num_runs = plan.num_runs;
-    if constexpr (kIsFc1) {
-        for (u32 r = seat.warp; r < num_runs; r += kWarps) plan.runs[r].find_tokens(args);
-        __syncthreads();
-    }
-    if constexpr (!kIsFc1) {
-        if (seat.warp < kSlices) wait_activated(args, plan);
-    }
-    if (num_runs > 0 && seat.warp < kSlices) Rows<kIsFc1>{seat.rows, seat.common}.load(args, plan.runs[0], seat.warp);
-#pragma unroll 1
+    Sources<kIsFc1> sources;
+    Rows<kIsFc1> rows;
+    if (num_runs > 0) sources.find(args, plan.runs[0]);
     for (u32 r = 0; r < num_runs; ++r) {
-        const Run* next = r + 1 < num_runs ? &plan.runs[r + 1] : nullptr;
-        compute_run<kIsFc1>(args, plan.runs[r], next, seat, ring, feed, counts);
-        seat.parity ^= 1;
-    }
-}
+        const Run& run = plan.runs[r];
+        rows.load(args, sources, slice);
+        // The next rows' places are found while this run is computed.
+        if (r + 1 < num_runs) sources.find(args, plan.runs[r + 1]);
+#pragma unroll 1
+        for (u32 i = 0; i < run.num_units; ++i) {
+            // Multiply this warp's slice
+            float acc[2][kRowTiles][4] = {};
+#pragma unroll
+            for (u32 slot = 0; slot < G::kSlots; ++slot) {
+                if (!slice.holds(slot * G::kSlotSteps)) continue;
+                const u32 weights = ring.wait();
+#pragma unroll
+                for (u32 s = 0; s < G::kSlotSteps; ++s) {
+                    const u32 step = slot * G::kSlotSteps + s;
+                    if (step < G::kSlice && slice.holds(step)) {
+                        multiply_step(weights + s * kStepBytes, rows.b[step < G::kSlice ? step : 0], acc);
+                    }
+                }
+                ring.release();
+                if (lane == 0) feed.fill(ring);
+            }
 
-/// Waits until all activations that planned runs read are there, and counts that it has: the last to do so, of all blocks' warps,
-/// sets the count back. All lanes of a warp call it.
-DEVICE void wait_activated(const GroupedGemmArgs& args, const Plan<false>& plan) {
-    constexpr u32 kActivated = Gemm<true>::kUnits, kRead = kActivated + kSlices * Gemm<false>::kUnits;
-    const u32 lane = threadIdx.x % kWarp;
-    if (lane < plan.num_runs) {
-        u32* const count = args.gathered + plan.runs[lane].group;
-        while (load_acquire(count) < kActivated) {
+            // Hand its sums over; half of the warps add them up while the others go on
+            const u32 unit_sums = sums + turn * kSumsBytes;
+#pragma unroll
+            for (u32 j = 0; j < 2; ++j) {
+#pragma unroll
+                for (u32 n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+                    for (u32 c = 0; c < 4; ++c) {
+                        store_shared(unit_sums + warp * (kSumsBytes / kWarps) + sum_at(j, n, c, lane),
+                                     as_bits(acc[j][n][c]));
+                    }
+                }
+            }
+            __syncthreads();
+            if (warp / 4 == turn) {
+                if constexpr (kIsFc1) {
+                    store_fc1(args, run, run.first_unit + i, unit_sums, counts);
+                } else {
+                    store_fc2(args, run, run.first_unit + i, unit_sums);
+                }
+            }
+            if (!kIsFc1 && run.first_unit + i == 0 && threadIdx.x == 0) count_rows(args, run.num_rows);
+            turn ^= 1;
         }
-        const u32 num_units = plan.runs[lane].num_units;
-        if (atomicAdd(count, num_units) + num_units == kRead) *count = 0;
     }
-    __syncwarp();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
@@ -279,18 +239,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
     // NOTE: bulk copies to addresses that 128 does not divide are slower.
     alignas(128) extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[kWarps * NUM_STAGES];
-    __shared__ Common common;
     __shared__ Plan<true> fc1;
     __shared__ Plan<false> fc2;
-    const u32 shared = shared_address(shared_memory), warp = warp_idx(), lane = threadIdx.x % kWarp;
+    const u32 shared = shared_address(shared_memory), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     // Plan both products at once, and set up the ring
-    Ring ring = {shared + kRowsBytes + warp * NUM_STAGES * kSlotBytes,
-                 shared_address(barriers) + warp * NUM_STAGES * 8, 0, 0, 0, evict_first()};
+    Ring ring = {shared + warp * NUM_STAGES * kSlotBytes, shared_address(barriers) + warp * NUM_STAGES * 8, 0, 0, 0,
+                 evict_first()};
     if (lane == 0) {
         for (u32 i = 0; i < NUM_STAGES; ++i) barrier_init(ring.barriers + 8 * i, 1);
     }
-    if (threadIdx.x == 0) common.init();
     barrier_init_done();
     if (warp == 0) fc1.start(args);
     if (warp == 1) fc2.start(args);
@@ -298,34 +256,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
 
     // FC1, which rarely takes more than one plan
     QuantCounts counts = {0, 0};
-    Seat seat = {warp, shared, common, Parts(args, common), 0};
-    Feed feed(fc1, fc2, warp);
+    u32 turn = 0;
+    const u32 sums = shared + kSumsAt;
+    Feed feed(fc1, fc2);
     while (true) {
         if (lane == 0) {
             for (u32 i = 0; i < NUM_STAGES; ++i) feed.fill(ring);
         }
         __syncwarp();
-        compute<true>(args, fc1, seat, ring, feed, counts);
-        if (feed.is_fc1_planned()) break;
+        compute<true>(args, fc1, ring, feed, sums, turn, counts);
         __syncthreads();
+        if (warp == 0) tell_activated(args, fc1);
+        if (feed.is_fc1_planned()) break;
         if (warp == 0) fc1.go_on(args);
         __syncthreads();
         feed.go_on(fc1);
     }
     if (QUANTISE) counts.flush(args.counts);
+    if (warp == 0) wait_activated(args, fc2);
     __syncthreads();
 
     // FC2, whose first weights are here or on their way
-    compute<false>(args, fc2, seat, ring, feed, counts);
+    compute<false>(args, fc2, ring, feed, sums, turn, counts);
     while (fc2.next != fc2.end) {
         __syncthreads();
-        if (warp == 0) fc2.go_on(args);
+        if (warp == 0) {
+            fc2.go_on(args);
+            wait_activated(args, fc2);
+        }
         __syncthreads();
         feed.go_on(fc2);
         if (lane == 0) {
             for (u32 i = 0; i < NUM_STAGES; ++i) feed.fill(ring);
         }
         __syncwarp();
-        compute<false>(args, fc2, seat, ring, feed, counts);
+        compute<false>(args, fc2, ring, feed, sums, turn, counts);
     }
 }

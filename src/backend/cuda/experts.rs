@@ -299,6 +299,8 @@ impl Group {
         if shares.iter().any(|share| self.programs[share.program_idx].program.wants_images()) {
             grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
+        let parts_bytes = shares.iter().map(|share| self.programs[share.program_idx].program.parts_bytes()).max();
+        grow(&mut workspace.parts, parts_bytes.unwrap_or(0))?;
         workspace.grow_gathered(gpu.stream(), num_padded)?;
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);

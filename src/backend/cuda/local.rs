@@ -176,7 +176,9 @@ impl LocalLayer {
         for (schedule, experts) in &shares {
             programs.push((self.shared.programs.schedule(*schedule, &self.gemm)?, experts));
         }
-        let buffers = Buffers::new(self, counts, tokens, programs.iter().map(|(_, experts)| &experts[..]))?;
+        let parts_bytes = programs.iter().map(|(program, _)| program.parts_bytes()).max().unwrap_or(0);
+        let experts = programs.iter().map(|(_, experts)| &experts[..]);
+        let buffers = Buffers::new(self, counts, tokens, experts, parts_bytes)?;
         let graph = Graph::capture(stream, || {
             for set in 0..self.sets.len() {
                 for (share, (program, _)) in programs.iter().enumerate() {
@@ -219,9 +221,9 @@ impl Buffers {
         counts: &[usize],
         tokens: LocalTokens<'_>,
         shares: impl Iterator<Item = &'a [usize]> + Clone,
+        parts_bytes: usize,
     ) -> Result<Self, BackendError> {
         let (stream, spec) = (layer.stream(), &layer.spec);
-        let num_blocks = stream.device().facts().num_multiprocessors as usize;
         let num_rows: usize = counts.iter().sum();
         let num_padded = experts::padded_rows(num_rows, counts.len());
         let mut expert_offsets = vec![0];
@@ -258,7 +260,7 @@ impl Buffers {
             inner: DeviceBuffer::zeroed(stream, num_padded * experts::padded(spec.intermediate))?,
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
-            parts: DeviceBuffer::zeroed(stream, num_blocks * Schedule::PARTS_BYTES as usize)?,
+            parts: DeviceBuffer::zeroed(stream, parts_bytes)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
             entries: DeviceBuffer::from_slice(stream, &entries)?,
         })

@@ -4,7 +4,7 @@ use super::super::BackendError;
 use super::experts::Share;
 use crate::cuda::{DeviceBuffer, Stream};
 use crate::gpu::{Gpu, grow};
-use crate::jit::kernels::grouped_gemm::{ExpertEntry, IMAGE_GROUP_ROWS, Schedule};
+use crate::jit::kernels::grouped_gemm::{ExpertEntry, IMAGE_GROUP_ROWS};
 
 /// The buffers. What they hold between calls is of no use.
 pub(super) struct Workspace {
@@ -45,7 +45,6 @@ pub(super) struct Device {
 impl Workspace {
     pub fn new(stream: &Stream) -> Result<Self, BackendError> {
         let device = stream.device();
-        let num_blocks = device.facts().num_multiprocessors as usize;
         let host = Host {
             tokens: DeviceBuffer::uninitialised(device, 0)?,
             row_token: DeviceBuffer::uninitialised(device, 0)?,
@@ -58,7 +57,7 @@ impl Workspace {
             image: DeviceBuffer::uninitialised(device, 0)?,
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
-            parts: DeviceBuffer::uninitialised(device, num_blocks * Schedule::PARTS_BYTES as usize)?,
+            parts: DeviceBuffer::uninitialised(device, 0)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
         };
         Ok(Self { host, device })

@@ -1,4 +1,4 @@
-//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small}.cu`.
+//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small,ranges}.cu`.
 
 use std::fmt;
 
@@ -7,8 +7,8 @@ use bytemuck::{Pod, Zeroable};
 use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
-    ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED,
-    SMALL_ROWS, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, RANGES_FEED, RANGES_ROWS,
+    REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
@@ -40,7 +40,26 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_ROWS, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS],
+};
+const RANGES_HEADERS: &[Header] = &[
+    ACTIVATION,
+    BASE,
+    EXPERT,
+    EXPERTS,
+    HOPPER,
+    NVFP4,
+    RANGES_FEED,
+    RANGES_ROWS,
+    REQUANTISE,
+    SMALL_PLAN,
+    STORE,
+    WEIGHTS,
+];
+const RANGES: KernelSource = KernelSource {
+    name: "grouped_gemm_ranges",
+    main: include_str!("../../../kernels/grouped_gemm_ranges.cu"),
+    headers: RANGES_HEADERS,
 };
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
 pub const NVFP4_STEP_BYTES: u32 = 1152;
@@ -96,7 +115,7 @@ pub struct GroupedGemmArgs {
     pub out: u64,
     /// Address of three u64, which are added to: block scales that saturated, that became 0, rows stored.
     pub counts: u64,
-    /// Address of [`Schedule::PARTS_BYTES`] for each block: what warps of the small schedule leave to each other.
+    /// Address of [`Schedule::parts_bytes`] for each block: what its warps leave to each other.
     pub parts: u64,
     /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
     pub given_out: u64,
@@ -145,7 +164,7 @@ pub enum Schedule {
         /// Rows a tile.
         block_rows: u32,
     },
-    /// `grouped_gemm_small.cu`: 8 or 16 rows.
+    /// `grouped_gemm_small.cu` or `grouped_gemm_ranges.cu`, which give equal bits: 8 or 16 rows.
     Small {
         /// Rows a tile.
         block_rows: u32,
@@ -203,12 +222,39 @@ impl GroupedGemm {
     }
 }
 
-/// Slices of K in the small schedule.
+/// Slices of K in the small schedules.
 const SMALL_SLICES: u32 = 8;
-/// What a block of it may have of dynamic shared memory: a multiprocessor's, less 4 KB that its source declares.
-const SMALL_MOST_BYTES: u32 = 227 * 1024 - 4096;
-/// Its warps, and the most steps that one of them has copied at once: the first that fit beside the rows.
-const SMALL_SHAPES: [[u32; 2]; 3] = [[16, 4], [12, 4], [12, 3]];
+
+/// How many warps of a small schedule have rings of slots, and how many steps one copies at once.
+#[derive(Debug, Clone, Copy)]
+struct SmallShape {
+    warps: u32,
+    most_slot_steps: u32,
+}
+
+impl SmallShape {
+    /// Of `grouped_gemm_small.cu`: a slice a warp.
+    const SLICES: Self = Self { warps: SMALL_SLICES, most_slot_steps: 7 };
+    /// Of `grouped_gemm_ranges.cu`, whose rows lie in shared memory too: the first that leaves room for them.
+    const RANGES: [Self; 2] = [Self { warps: 12, most_slot_steps: 4 }, Self { warps: 12, most_slot_steps: 3 }];
+    /// What a block may have of dynamic shared memory there: a multiprocessor's, less 4 KB that the source declares.
+    const MOST_BYTES: u32 = 227 * 1024 - 4096;
+
+    /// One warp's slot.
+    fn slot_bytes(self, gemm: &GroupedGemm) -> u32 {
+        let slot_steps = |steps: u32| {
+            let slice = steps.div_ceil(SMALL_SLICES);
+            slice.div_ceil(slice.div_ceil(self.most_slot_steps))
+        };
+        slot_steps(gemm.fc1_steps()).max(slot_steps(gemm.fc2_steps())) * NVFP4_STEP_BYTES
+    }
+
+    /// Rows and rings of a block of `grouped_gemm_ranges.cu`.
+    fn ranges_bytes(self, gemm: &GroupedGemm, block_rows: u32, stages: u32) -> u32 {
+        let row_bytes = gemm.fc1_steps().max(gemm.fc2_steps()) * ROW_STEP_BYTES + 16;
+        block_rows * row_bytes + self.warps * stages * self.slot_bytes(gemm)
+    }
+}
 
 impl Schedule {
     /// FC1, where each product is a launch of its own.
@@ -217,8 +263,6 @@ impl Schedule {
     pub const FC2: &'static str = "fc2";
     /// Both products in one launch, which is cooperative.
     pub const FC1_FC2: &'static str = "fc1_fc2";
-    /// A block's parts of sums in the small schedule: 8 for each of at most 12 warps with 16 rows, or 16 warps with 8.
-    pub const PARTS_BYTES: u32 = 96 * 2048;
 
     fn num_stages(self, gemm: &GroupedGemm) -> u32 {
         match (self, gemm.weights) {
@@ -229,7 +273,8 @@ impl Schedule {
             (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
             (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
-            (Self::Small { .. }, _) => 2,
+            (Self::Small { .. }, _) if self.takes_ranges(gemm) => 2,
+            (Self::Small { .. }, _) => 3,
         }
     }
 
@@ -291,34 +336,46 @@ impl Schedule {
                 let warpgroups = if block_rows == 256 { 3 } else { 4 };
                 Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
-            Self::Small { .. } => {
-                let [warps, slot_steps] = self.small_shape(gemm);
-                let shared_bytes = self.small_shared_bytes(gemm, warps, slot_steps);
-                Launch { num_threads: warps * 32, shared_bytes, blocks_per_multiprocessor: 1 }
+            Self::Small { block_rows } => {
+                let shape = self.small_shape(gemm);
+                let shared_bytes = if self.takes_ranges(gemm) {
+                    shape.ranges_bytes(gemm, block_rows, stages)
+                } else {
+                    let sums = shape.warps * block_rows * 32 * 4;
+                    shape.warps * stages * shape.slot_bytes(gemm) + 2 * sums
+                };
+                Launch { num_threads: shape.warps * 32, shared_bytes, blocks_per_multiprocessor: 1 }
             }
         }
     }
 
-    /// Shared memory of the small schedule: rows, and rings of slots for so many warps.
-    fn small_shared_bytes(self, gemm: &GroupedGemm, warps: u32, most_slot_steps: u32) -> u32 {
-        let slot_steps = |steps: u32| {
-            let slice = steps.div_ceil(SMALL_SLICES);
-            slice.div_ceil(slice.div_ceil(most_slot_steps))
-        };
-        let [fc1, fc2] = [gemm.fc1_steps(), gemm.fc2_steps()];
-        let slot = slot_steps(fc1).max(slot_steps(fc2)) * NVFP4_STEP_BYTES;
-        self.block_rows() * (fc1.max(fc2) * ROW_STEP_BYTES + 16) + warps * self.num_stages(gemm) * slot
+    /// Whether warps take ranges of slices, with the rows in shared memory, instead of a slice each with their rows in registers.
+    ///
+    /// NOTE: measured on one H200 (docs/measurements/2026-12-01-h200-kernels-5.md): better for 16 rows where slices of both
+    /// products are long, worse where they are short, and for 8 rows.
+    fn takes_ranges(self, gemm: &GroupedGemm) -> bool {
+        const LEAST_SLICE_STEPS: u32 = 5;
+        let is_long = |steps: u32| steps.div_ceil(SMALL_SLICES) >= LEAST_SLICE_STEPS;
+        self == Self::Small { block_rows: 16 } && is_long(gemm.fc1_steps()) && is_long(gemm.fc2_steps())
     }
 
-    /// Warps of the small schedule, and the most steps of a slot.
-    fn small_shape(self, gemm: &GroupedGemm) -> [u32; 2] {
-        let fits = |[warps, steps]: &[u32; 2]| {
-            warps * self.block_rows() <= 192 && self.small_shared_bytes(gemm, *warps, *steps) <= SMALL_MOST_BYTES
-        };
-        SMALL_SHAPES.into_iter().find(fits).unwrap_or(SMALL_SHAPES[SMALL_SHAPES.len() - 1])
+    fn small_shape(self, gemm: &GroupedGemm) -> SmallShape {
+        if !self.takes_ranges(gemm) {
+            return SmallShape::SLICES;
+        }
+        let [first, last] = SmallShape::RANGES;
+        let bytes = first.ranges_bytes(gemm, self.block_rows(), self.num_stages(gemm));
+        if bytes <= SmallShape::MOST_BYTES { first } else { last }
     }
 
-    /// Whether there is such a kernel: the small one keeps an expert's rows in shared memory.
+    /// What each block's warps leave to each other: sums of as many slices as they could all have of units that several share.
+    #[must_use]
+    pub fn parts_bytes(self, gemm: &GroupedGemm) -> u32 {
+        let sums = self.block_rows() * 32 * 4;
+        if self.takes_ranges(gemm) { self.small_shape(gemm).warps * SMALL_SLICES * sums } else { 0 }
+    }
+
+    /// Whether there is such a kernel: the small ones keep a slice of a row's values in registers, or all rows in shared memory.
     #[must_use]
     pub fn serves(self, gemm: &GroupedGemm) -> bool {
         let Self::Small { block_rows } = self else { return true };
@@ -332,6 +389,7 @@ impl Schedule {
         let source = match self {
             Self::MmaSync { .. } => MMA,
             Self::Wgmma { .. } => WGMMA,
+            Self::Small { .. } if self.takes_ranges(gemm) => RANGES,
             Self::Small { .. } => SMALL,
         };
         let launch = self.launch(gemm);
@@ -349,11 +407,12 @@ impl Schedule {
             .with("NUM_STAGES", self.num_stages(gemm))
             .with("NUM_THREADS", launch.num_threads)
             .with("SHARED_BYTES", launch.shared_bytes);
-        if matches!(self, Self::Small { .. }) {
-            let [_, slot_steps] = self.small_shape(gemm);
-            request = request.with("SLOT_STEPS", slot_steps).with("PARTS_BYTES", Self::PARTS_BYTES);
-        } else {
+        if !matches!(self, Self::Small { .. }) {
             request = request.with("WEIGHT_BITS", weight_bits);
+        }
+        if self.takes_ranges(gemm) {
+            let slot_steps = self.small_shape(gemm).most_slot_steps;
+            request = request.with("SLOT_STEPS", slot_steps).with("PARTS_BYTES", self.parts_bytes(gemm));
         }
         if matches!(self, Self::Wgmma { .. }) {
             request = request.with("WIDTHS", self.width_bits());
@@ -399,7 +458,10 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
             let unquantised = GroupedGemm { quantise: false, ..k3 };
             all.extend([k3, unquantised, bf16].map(|gemm| Schedule::Wgmma { block_rows }.request(&gemm, arch)));
         }
-        all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&k3, arch)));
+        let qwen3 = GroupedGemm { hidden: 4096, intermediate: 1536, ..k3 };
+        for gemm in [k3, qwen3, GroupedGemm { intermediate: 4096, ..qwen3 }] {
+            all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&gemm, arch)));
+        }
         all.push(Schedule::Wgmma { block_rows: 256 }.request(&odd, arch));
         all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));
     }

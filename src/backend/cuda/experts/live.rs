@@ -64,6 +64,8 @@ impl Group {
         if programs.iter().any(|&at| self.programs[at].program.wants_images()) {
             grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
+        let parts_bytes = programs.iter().map(|&at| self.programs[at].program.parts_bytes()).max();
+        grow(&mut workspace.parts, parts_bytes.unwrap_or(0))?;
         workspace.grow_gathered(gpu.stream(), num_padded)?;
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         grow(&mut workspace.entries, programs.len() * num_experts)?;

@@ -103,7 +103,7 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
 #[ignore = "needs a Hopper GPU and NVRTC"]
 fn gpu_small_tiles_give_equal_bits() {
     let opened = gpu();
-    for (hidden, intermediate, num_experts) in [(320, 176, 40), (1024, 768, 40), (144, 48, 200), (4096, 1536, 12)] {
+    for (hidden, intermediate, num_experts) in [(320, 320, 40), (144, 48, 200), (2624, 2688, 12), (4096, 1536, 12)] {
         for quantise_activations in [false, true] {
             let spec =
                 ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: false };
@@ -131,10 +131,6 @@ fn gpu_small_tiles_give_equal_bits() {
                         assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
                     }
                 }
-                let bits = wanted.iter().flatten().fold(0_u64, |sum, value| {
-                    (sum ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3).rotate_left(5)
-                });
-                println!("{hidden} x {intermediate}, quantised {quantise_activations}, round {round}: {bits:016x}");
             }
         }
     }

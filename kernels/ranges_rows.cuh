@@ -1,13 +1,14 @@
-// What the warps of a block of grouped_gemm_small.cu have in common: a run's rows in shared memory, and what they leave to each
+// What the warps of a block of grouped_gemm_ranges.cu have in common: a run's rows in shared memory, and what they leave to each
 // other of units that several of them share.
 //
-// Defined before this file: as for grouped_gemm_small.cu.
+// Defined before this file: as for grouped_gemm_ranges.cu.
 #pragma once
 
 #include "base.cuh"
 #include "experts.cuh"
 #include "hopper.cuh"
-#include "small_feed.cuh"
+#include "ranges_feed.cuh"
+#include "small_plan.cuh"
 #include "weights.cuh"
 
 /// Counts of a block, in shared memory.
@@ -18,6 +19,8 @@ struct Common {
     u64 left[kWarps];
     /// Warps that are done with a slice of a run's rows.
     u32 done[kSlices];
+    /// The tokens that rows of FC1's planned runs read.
+    u32 tokens[kMaxRuns][BLOCK_ROWS];
 
     /// One thread calls it.
     DEVICE void init() {
@@ -37,15 +40,16 @@ struct Rows {
     Common& common;
 
     /// Asks for a slice. All lanes of a warp call it.
-    DEVICE void load(const GroupedGemmArgs& args, const Run& run, u32 slice) const {
+    DEVICE void load(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, u32 run_idx, u32 slice) const {
         constexpr u32 kStepRowBytes = kStepK * 2;
+        const Run& run = plan.runs[run_idx];
         const u32 lane = threadIdx.x % kWarp, at = lane % 8 * 16;
         const u32 first = G::steps_before(slice), num_steps = G::steps_before(slice + 1) - first;
 #pragma unroll
         for (u32 row = lane / 8; row < BLOCK_ROWS; row += 4) {
             // Rows beyond the last are whatever was there: a row's sums depend on no other one, and theirs are not stored.
             if (row >= run.num_rows) continue;
-            const u64 source = kIsFc1 ? run.tokens[row] : run.first_row + row;
+            const u64 source = kIsFc1 ? common.tokens[run_idx][row] : run.first_row + row;
             const u8* from = (kIsFc1 ? args.tokens : args.inner) + source * (G::kWidth * 2);
             const u32 to = shared + row * G::kRowBytes + first * kStepRowBytes + at;
 #pragma unroll
@@ -61,11 +65,20 @@ struct Rows {
 
     DEVICE void wait(u32 slice, u32 parity) const { barrier_wait(come(slice), parity); }
 
+    /// Looks up what FC1's rows read. All warps call it, before a barrier of the block.
+    DEVICE void find_tokens(const GroupedGemmArgs& args, const Plan<true>& plan, u32 warp) const {
+        const u32 lane = threadIdx.x % kWarp;
+        for (u32 i = warp; i < plan.num_runs; i += kWarps) {
+            const Run& run = plan.runs[i];
+            if (lane < run.num_rows) common.tokens[i][lane] = args.row_token[run.first_row + lane];
+        }
+    }
+
     /// A warp is done with a slice; the last one asks for that of the run that follows.
     ///
     /// NOTE: it has to have come, also for a warp that has no use for it: who went on without could be two runs ahead of others,
     /// where a barrier's parity says nothing any more.
-    DEVICE void leave(const GroupedGemmArgs& args, const Run& next, u32 slice, u32 parity) const {
+    DEVICE void leave(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, u32 next, u32 slice, u32 parity) const {
         wait(slice, parity);
         __syncwarp();
         u32 num_done = 0;
@@ -75,7 +88,7 @@ struct Rows {
             if (num_done == kWarps) common.done[slice] = 0;
             __threadfence_block();
         }
-        if (__shfl_sync(kAllLanes, num_done, 0) == kWarps) load(args, next, slice);
+        if (__shfl_sync(kAllLanes, num_done, 0) == kWarps) load(args, plan, next, slice);
         __syncwarp();
     }
 
