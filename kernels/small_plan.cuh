@@ -94,7 +94,7 @@ struct Plan {
         go_on(args);
     }
 
-    /// Plans what comes next, as far as there is room. All lanes of one warp call it.
+    /// Plans what comes next, as far as there is room. All lanes of one warp call it, which then see it.
     DEVICE void go_on(const GroupedGemmArgs& args) {
         using G = Widths<kIsFc1>;
         TileCursor<G::kUnits, BLOCK_ROWS> cursor(args);
@@ -128,6 +128,7 @@ struct Plan {
             num_runs = count;
             next = index;
         }
+        __syncwarp();
     }
 };
 
