@@ -18,8 +18,8 @@ struct GroupedGemmArgs {
     const u8* tokens;
     /// The image of all rows (image.cuh), which is gathered from tokens; null where the schedule reads tokens.
     u8* image;
-    /// How much is there of each of the image's groups of 8 rows, in counts of grouped_gemm_wgmma.cu; zero whenever no kernel
-    /// runs.
+    /// How much is there of each of the image's groups of 8 rows, in counts of grouped_gemm_wgmma.cu, or of the activations of each
+    /// block of rows, at its first group, in counts of grouped_gemm_small.cu; zero whenever no kernel runs.
     u32* gathered;
     /// FC2's input, bf16: `[num_rows, INTERMEDIATE]`, or an image.
     u8* inner;
@@ -28,8 +28,8 @@ struct GroupedGemmArgs {
     /// `[3]` block scales that saturated and that became 0 while FC2's input was quantised, and rows whose FC2 was stored:
     /// what ran, told by what ran. Added to.
     u64* counts;
-    /// `[2]` the grid barrier of grouped_gemm_small.cu, zero before the first launch.
-    u32* barrier;
+    /// What warps of a block of grouped_gemm_small.cu leave to each other: `[blocks, PARTS_BYTES]`, of no use between kernels.
+    u8* parts;
     /// `[1]` tiles of grouped_gemm_wgmma.cu that its blocks have asked for; zero whenever no kernel runs.
     u32* given_out;
     /// Rows of all of `experts`, where only the device knows them; else null.

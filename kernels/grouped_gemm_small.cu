@@ -1,9 +1,9 @@
 // The grouped GEMM of `lockstep.wgmma.grouped_gemm.{nvfp4,w4a16_nvfp4}` for few rows an expert, sm_90a: what matters is
 // that weights stream at the full rate of memory.
 //
-// One launch, `fc1_fc2`, for both products, with a barrier of all blocks between them: the first weights of FC2 are on
-// their way while it is waited for. One block of kThreads threads a multiprocessor, launched cooperatively; more rows an
-// expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
+// One launch, `fc1_fc2`, for both products. A block goes on with FC2 when all blocks are done with FC1 of the rows that it reads
+// then; its first weights are on their way while that is waited for. One block of kThreads threads a multiprocessor, launched
+// cooperatively; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
 //
 // Every unit of 32 weight rows is shared by 8 warps, each with a slice of K whose activations stay in its registers. A
 // warp's slices come into a ring of its own: no warp waits for another one's copies.
@@ -22,6 +22,7 @@
 #include "hopper.cuh"
 #include "requantise.cuh"
 #include "small_feed.cuh"
+#include "small_plan.cuh"
 #include "store.cuh"
 #include "weights.cuh"
 
@@ -233,27 +234,6 @@ DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring&
     }
 }
 
-/// Waits until all blocks of the grid have come here. `barrier` `[2]`: arrivals, and a number that each crossing raises.
-DEVICE void grid_barrier(u32* barrier) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 crossing, now;
-        crossing = load_acquire(barrier + 1);
-        __threadfence();
-        if (atomicAdd(barrier, 1) == gridDim.x - 1) {
-            barrier[0] = 0;
-            asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(barrier + 1), "r"(crossing + 1) : "memory");
-        } else {
-            do {
-                now = load_acquire(barrier + 1);
-            } while (now == crossing);
-        }
-        __threadfence();
-    }
-    __syncthreads();
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
     if (!has_rows(args)) return;
     // NOTE: bulk copies to addresses that 128 does not divide are slower.
@@ -285,20 +265,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
         }
         __syncwarp();
         compute<true>(args, fc1, ring, feed, sums, turn, counts);
-        if (feed.is_fc1_planned()) break;
         __syncthreads();
+        if (warp == 0) tell_activated(args, fc1);
+        if (feed.is_fc1_planned()) break;
         if (warp == 0) fc1.go_on(args);
         __syncthreads();
         feed.go_on(fc1);
     }
     if (QUANTISE) counts.flush(args.counts);
-    grid_barrier(args.barrier);
+    if (warp == 0) wait_activated(args, fc2);
+    __syncthreads();
 
     // FC2, whose first weights are here or on their way
     compute<false>(args, fc2, ring, feed, sums, turn, counts);
     while (fc2.next != fc2.end) {
         __syncthreads();
-        if (warp == 0) fc2.go_on(args);
+        if (warp == 0) {
+            fc2.go_on(args);
+            wait_activated(args, fc2);
+        }
         __syncthreads();
         feed.go_on(fc2);
         if (lane == 0) {

@@ -321,8 +321,11 @@ impl Group {
         grow(&mut workspace.expert_offsets, offsets.len())?;
         gpu.upload(&mut workspace.expert_offsets, 0, &offsets)?;
         if shares.iter().any(|share| self.programs[share.program_idx].program.wants_images()) {
-            workspace.grow_image(gpu.stream(), num_padded, padded(self.spec.hidden))?;
+            grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
+        let parts_bytes = shares.iter().map(|share| self.programs[share.program_idx].program.parts_bytes()).max();
+        grow(&mut workspace.parts, parts_bytes.unwrap_or(0))?;
+        workspace.grow_gathered(gpu.stream(), num_padded)?;
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         let num_spare = batch.beside.num_spare_multiprocessors;
         let of_large = of_large.filter(|_| num_spare == 0);
@@ -344,7 +347,7 @@ impl Group {
                 inner: if is_small_beside { workspace.small_inner.address() } else { workspace.inner.address() },
                 out,
                 counts: evidence.counters(share.program_idx)?,
-                barrier: workspace.barrier.address(),
+                parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
                 num_rows: 0,
                 token_scale: batch.token_scale,
@@ -358,7 +361,7 @@ impl Group {
         // SAFETY: every buffer has room for this batch's rows, as computed above from the same offsets that are uploaded,
         // and every row names a token of the batch, which `checks::batch` sees to, or whoever made the batch on the
         // device. They live in workspaces or with the caller, whose freeing waits for the device. Beside each other, both write
-        // rows of their own experts and FC2's input of their own; of images and counts the small kernels know nothing.
+        // rows of their own experts and FC2's input of their own, and count in `gathered` what groups of their own rows have.
         unsafe { self.shared.side.queue(gpu.stream(), &launches, of_large, num_spare) }
     }
 }

@@ -182,7 +182,9 @@ impl LocalLayer {
         for (schedule, experts) in &shares {
             programs.push((self.shared.programs.schedule(*schedule, &self.gemm)?, experts));
         }
-        let buffers = Buffers::new(self, counts, tokens, programs.iter().map(|(_, experts)| &experts[..]))?;
+        let parts_bytes = programs.iter().map(|(program, _)| program.parts_bytes()).max().unwrap_or(0);
+        let experts = programs.iter().map(|(_, experts)| &experts[..]);
+        let buffers = Buffers::new(self, counts, tokens, experts, parts_bytes)?;
         let graph = Graph::capture(stream, || {
             for set in 0..self.sets.len() {
                 let mut launches = Vec::with_capacity(programs.len());
@@ -221,7 +223,7 @@ struct Buffers {
     small_inner: DeviceBuffer<u16>,
     out: DeviceBuffer<f32>,
     counts: DeviceBuffer<u64>,
-    barrier: DeviceBuffer<u32>,
+    parts: DeviceBuffer<u8>,
     given_out: DeviceBuffer<u32>,
     /// `[num_sets, num_shares, num_experts]`
     entries: DeviceBuffer<ExpertEntry>,
@@ -233,6 +235,7 @@ impl Buffers {
         counts: &[usize],
         tokens: LocalTokens<'_>,
         shares: impl Iterator<Item = &'a [usize]> + Clone,
+        parts_bytes: usize,
     ) -> Result<Self, BackendError> {
         let (stream, spec) = (layer.stream(), &layer.spec);
         let num_rows: usize = counts.iter().sum();
@@ -272,7 +275,7 @@ impl Buffers {
             small_inner: DeviceBuffer::zeroed(stream, num_rows * experts::padded(spec.intermediate))?,
             out: DeviceBuffer::zeroed(stream, num_rows * spec.hidden)?,
             counts: DeviceBuffer::zeroed(stream, NUM_COUNTERS)?,
-            barrier: DeviceBuffer::zeroed(stream, 2)?,
+            parts: DeviceBuffer::zeroed(stream, parts_bytes)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
             entries: DeviceBuffer::from_slice(stream, &entries)?,
         })
@@ -290,7 +293,7 @@ impl Buffers {
             inner: self.inner.address(),
             out: self.out.address(),
             counts: self.counts.address(),
-            barrier: self.barrier.address(),
+            parts: self.parts.address(),
             given_out: self.given_out.address(),
             num_rows: 0,
             token_scale,

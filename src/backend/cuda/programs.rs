@@ -47,13 +47,15 @@ impl Programs {
                 ]
             }
         };
-        Ok(Program { wants_images: schedule.gathers(), steps })
+        let parts_bytes = num_blocks as usize * schedule.parts_bytes(gemm) as usize;
+        Ok(Program { wants_images: schedule.gathers(), parts_bytes, steps })
     }
 }
 
 /// What computes both products of some experts.
 pub(super) struct Program {
     wants_images: bool,
+    parts_bytes: usize,
     steps: Vec<Step>,
 }
 
@@ -66,6 +68,11 @@ impl Program {
     /// Whether rows and FC2's input are images (`kernels/image.cuh`).
     pub(super) fn wants_images(&self) -> bool {
         self.wants_images
+    }
+
+    /// What blocks need for what their warps leave to each other.
+    pub(super) fn parts_bytes(&self) -> usize {
+        self.parts_bytes
     }
 
     /// Queues all kernels, which leave `num_spare` multiprocessors to others, though at most half of them.

@@ -32,15 +32,15 @@ pub(super) struct Device {
     pub program_rows: DeviceBuffer<u32>,
     /// Rows as an image.
     pub image: DeviceBuffer<u16>,
-    /// How much of the image's groups is there; zero whenever no kernel runs.
+    /// How much there is of each group of rows; zero whenever no kernel runs.
     pub gathered: DeviceBuffer<u32>,
     /// FC2's input.
     pub inner: DeviceBuffer<u16>,
     /// That of few rows, where their kernels run beside those of many.
     pub small_inner: DeviceBuffer<u16>,
+    /// What warps of a block leave to each other.
+    pub parts: DeviceBuffer<u8>,
     /// Zero whenever no kernel runs.
-    pub barrier: DeviceBuffer<u32>,
-    /// Likewise.
     pub given_out: DeviceBuffer<u32>,
 }
 
@@ -60,7 +60,7 @@ impl Workspace {
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
             small_inner: DeviceBuffer::uninitialised(device, 0)?,
-            barrier: DeviceBuffer::zeroed(stream, 2)?,
+            parts: DeviceBuffer::uninitialised(device, 0)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
         };
         Ok(Self { host, device })
@@ -68,9 +68,8 @@ impl Workspace {
 }
 
 impl Device {
-    /// Makes room for an image of rows of `width` values.
-    pub fn grow_image(&mut self, stream: &Stream, num_padded_rows: usize, width: usize) -> Result<(), BackendError> {
-        grow(&mut self.image, num_padded_rows * width)?;
+    /// Makes room for counts of so many rows.
+    pub fn grow_gathered(&mut self, stream: &Stream, num_padded_rows: usize) -> Result<(), BackendError> {
         let num_groups = num_padded_rows / IMAGE_GROUP_ROWS as usize;
         if self.gathered.len() < num_groups {
             grow(&mut self.gathered, num_groups)?;

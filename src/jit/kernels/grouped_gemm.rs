@@ -1,4 +1,4 @@
-//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small}.cu`.
+//! Grouped GEMM over experts: `kernels/grouped_gemm_{mma,wgmma,small,ranges}.cu`.
 
 use std::fmt;
 
@@ -7,8 +7,8 @@ use bytemuck::{Pod, Zeroable};
 use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
-    ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, REQUANTISE, SMALL_FEED,
-    STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, RANGES_FEED, RANGES_ROWS,
+    REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
@@ -40,7 +40,26 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, STORE, WEIGHTS],
+    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS],
+};
+const RANGES_HEADERS: &[Header] = &[
+    ACTIVATION,
+    BASE,
+    EXPERT,
+    EXPERTS,
+    HOPPER,
+    NVFP4,
+    RANGES_FEED,
+    RANGES_ROWS,
+    REQUANTISE,
+    SMALL_PLAN,
+    STORE,
+    WEIGHTS,
+];
+const RANGES: KernelSource = KernelSource {
+    name: "grouped_gemm_ranges",
+    main: include_str!("../../../kernels/grouped_gemm_ranges.cu"),
+    headers: RANGES_HEADERS,
 };
 /// Bytes of a step of 64 of K of a unit of 32 weight rows in NVFP4: codes and scales.
 pub const NVFP4_STEP_BYTES: u32 = 1152;
@@ -87,7 +106,8 @@ pub struct GroupedGemmArgs {
     pub tokens: u64,
     /// Address of the image of all rows, of schedules that gather one.
     pub image: u64,
-    /// Address of a u32 for each group of the image's rows, zero before and after: how much of it is there.
+    /// Address of a u32 for each group of [`IMAGE_GROUP_ROWS`] rows, each expert's rounded up; zero before and after: how much of
+    /// the image, or of FC2's input, is there.
     pub gathered: u64,
     /// Address of FC2's input.
     pub inner: u64,
@@ -95,8 +115,8 @@ pub struct GroupedGemmArgs {
     pub out: u64,
     /// Address of three u64, which are added to: block scales that saturated, that became 0, rows stored.
     pub counts: u64,
-    /// Address of two u32, zero before the first launch that uses them: the grid barrier of the small schedule.
-    pub barrier: u64,
+    /// Address of [`Schedule::parts_bytes`] for each block: what its warps leave to each other.
+    pub parts: u64,
     /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
     pub given_out: u64,
     /// Address of a u32: rows of all these experts, where only the device knows them; 0 elsewhere.
@@ -144,7 +164,7 @@ pub enum Schedule {
         /// Rows a tile.
         block_rows: u32,
     },
-    /// `grouped_gemm_small.cu`: 8 or 16 rows.
+    /// `grouped_gemm_small.cu` or `grouped_gemm_ranges.cu`, which give equal bits: 8 or 16 rows.
     Small {
         /// Rows a tile.
         block_rows: u32,
@@ -211,9 +231,39 @@ impl GroupedGemm {
     }
 }
 
-/// Warps that share K in the small schedule, and the most steps of one of its slots.
-const SMALL_WARPS: u32 = 8;
-const SMALL_SLOT_STEPS: u32 = 7;
+/// Slices of K in the small schedules.
+const SMALL_SLICES: u32 = 8;
+
+/// How many warps of a small schedule have rings of slots, and how many steps one copies at once.
+#[derive(Debug, Clone, Copy)]
+struct SmallShape {
+    warps: u32,
+    most_slot_steps: u32,
+}
+
+impl SmallShape {
+    /// Of `grouped_gemm_small.cu`: a slice a warp.
+    const SLICES: Self = Self { warps: SMALL_SLICES, most_slot_steps: 7 };
+    /// Of `grouped_gemm_ranges.cu`, whose rows lie in shared memory too: the first that leaves room for them.
+    const RANGES: [Self; 2] = [Self { warps: 12, most_slot_steps: 4 }, Self { warps: 12, most_slot_steps: 3 }];
+    /// What a block may have of dynamic shared memory there: a multiprocessor's, less 4 KB that the source declares.
+    const MOST_BYTES: u32 = 227 * 1024 - 4096;
+
+    /// One warp's slot.
+    fn slot_bytes(self, gemm: &GroupedGemm) -> u32 {
+        let slot_steps = |steps: u32| {
+            let slice = steps.div_ceil(SMALL_SLICES);
+            slice.div_ceil(slice.div_ceil(self.most_slot_steps))
+        };
+        slot_steps(gemm.fc1_steps()).max(slot_steps(gemm.fc2_steps())) * NVFP4_STEP_BYTES
+    }
+
+    /// Rows and rings of a block of `grouped_gemm_ranges.cu`.
+    fn ranges_bytes(self, gemm: &GroupedGemm, block_rows: u32, stages: u32) -> u32 {
+        let row_bytes = gemm.fc1_steps().max(gemm.fc2_steps()) * ROW_STEP_BYTES + 16;
+        block_rows * row_bytes + self.warps * stages * self.slot_bytes(gemm)
+    }
+}
 
 impl Schedule {
     /// FC1, where each product is a launch of its own.
@@ -232,6 +282,7 @@ impl Schedule {
             (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
             (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
+            (Self::Small { .. }, _) if self.takes_ranges(gemm) => 2,
             (Self::Small { .. }, _) => 3,
         }
     }
@@ -295,24 +346,50 @@ impl Schedule {
                 Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
             Self::Small { block_rows } => {
-                let slot_steps = |steps: u32| {
-                    let slice = steps.div_ceil(SMALL_WARPS);
-                    slice.div_ceil(slice.div_ceil(SMALL_SLOT_STEPS))
+                let shape = self.small_shape(gemm);
+                let shared_bytes = if self.takes_ranges(gemm) {
+                    shape.ranges_bytes(gemm, block_rows, stages)
+                } else {
+                    let sums = shape.warps * block_rows * 32 * 4;
+                    shape.warps * stages * shape.slot_bytes(gemm) + 2 * sums
                 };
-                let slot = slot_steps(gemm.fc1_steps()).max(slot_steps(gemm.fc2_steps())) * NVFP4_STEP_BYTES;
-                let sums = SMALL_WARPS * block_rows * 32 * 4;
-                let shared_bytes = SMALL_WARPS * stages * slot + 2 * sums;
-                Launch { num_threads: SMALL_WARPS * 32, shared_bytes, blocks_per_multiprocessor: 1 }
+                Launch { num_threads: shape.warps * 32, shared_bytes, blocks_per_multiprocessor: 1 }
             }
         }
     }
 
-    /// Whether there is such a kernel: the small one keeps a slice of a row's values in registers.
+    /// Whether warps take ranges of slices, with the rows in shared memory, instead of a slice each with their rows in registers.
+    ///
+    /// NOTE: measured on one H200 (docs/measurements/2026-12-01-h200-kernels-5.md): better for 16 rows where slices of both
+    /// products are long, worse where they are short, and for 8 rows.
+    fn takes_ranges(self, gemm: &GroupedGemm) -> bool {
+        const LEAST_SLICE_STEPS: u32 = 5;
+        let is_long = |steps: u32| steps.div_ceil(SMALL_SLICES) >= LEAST_SLICE_STEPS;
+        self == Self::Small { block_rows: 16 } && is_long(gemm.fc1_steps()) && is_long(gemm.fc2_steps())
+    }
+
+    fn small_shape(self, gemm: &GroupedGemm) -> SmallShape {
+        if !self.takes_ranges(gemm) {
+            return SmallShape::SLICES;
+        }
+        let [first, last] = SmallShape::RANGES;
+        let bytes = first.ranges_bytes(gemm, self.block_rows(), self.num_stages(gemm));
+        if bytes <= SmallShape::MOST_BYTES { first } else { last }
+    }
+
+    /// What each block's warps leave to each other: sums of as many slices as they could all have of units that several share.
+    #[must_use]
+    pub fn parts_bytes(self, gemm: &GroupedGemm) -> u32 {
+        let sums = self.block_rows() * 32 * 4;
+        if self.takes_ranges(gemm) { self.small_shape(gemm).warps * SMALL_SLICES * sums } else { 0 }
+    }
+
+    /// Whether there is such a kernel: the small ones keep a slice of a row's values in registers, or all rows in shared memory.
     #[must_use]
     pub fn serves(self, gemm: &GroupedGemm) -> bool {
         let Self::Small { block_rows } = self else { return true };
         let steps = gemm.fc1_steps().max(gemm.fc2_steps());
-        gemm.weights == Weights::Nvfp4 && steps.div_ceil(SMALL_WARPS) * (block_rows / 8) <= 16
+        gemm.weights == Weights::Nvfp4 && steps.div_ceil(SMALL_SLICES) * (block_rows / 8) <= 16
     }
 
     /// What to compile.
@@ -321,6 +398,7 @@ impl Schedule {
         let source = match self {
             Self::MmaSync { .. } => MMA,
             Self::Wgmma { .. } => WGMMA,
+            Self::Small { .. } if self.takes_ranges(gemm) => RANGES,
             Self::Small { .. } => SMALL,
         };
         let launch = self.launch(gemm);
@@ -340,6 +418,10 @@ impl Schedule {
             .with("SHARED_BYTES", launch.shared_bytes);
         if !matches!(self, Self::Small { .. }) {
             request = request.with("WEIGHT_BITS", weight_bits);
+        }
+        if self.takes_ranges(gemm) {
+            let slot_steps = self.small_shape(gemm).most_slot_steps;
+            request = request.with("SLOT_STEPS", slot_steps).with("PARTS_BYTES", self.parts_bytes(gemm));
         }
         if matches!(self, Self::Wgmma { .. }) {
             request = request.with("WIDTHS", self.width_bits());
@@ -385,7 +467,10 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
             let unquantised = GroupedGemm { quantise: false, ..k3 };
             all.extend([k3, unquantised, bf16].map(|gemm| Schedule::Wgmma { block_rows }.request(&gemm, arch)));
         }
-        all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&k3, arch)));
+        let qwen3 = GroupedGemm { hidden: 4096, intermediate: 1536, ..k3 };
+        for gemm in [k3, qwen3, GroupedGemm { intermediate: 4096, ..qwen3 }] {
+            all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&gemm, arch)));
+        }
         all.push(Schedule::Wgmma { block_rows: 256 }.request(&odd, arch));
         all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));
     }

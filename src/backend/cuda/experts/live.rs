@@ -62,8 +62,11 @@ impl Group {
         let workspace = &mut workspace.device;
         let num_padded = padded_rows(batch.bounds.max_rows, num_experts);
         if programs.iter().any(|&at| self.programs[at].program.wants_images()) {
-            workspace.grow_image(gpu.stream(), num_padded, padded(self.spec.hidden))?;
+            grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
+        let parts_bytes = programs.iter().map(|&at| self.programs[at].program.parts_bytes()).max();
+        grow(&mut workspace.parts, parts_bytes.unwrap_or(0))?;
+        workspace.grow_gathered(gpu.stream(), num_padded)?;
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         grow(&mut workspace.entries, programs.len() * num_experts)?;
         grow(&mut workspace.program_rows, MAX_PROGRAMS)?;
@@ -98,7 +101,7 @@ impl Group {
                 inner: workspace.inner.address(),
                 out,
                 counts: evidence.counters(program)?,
-                barrier: workspace.barrier.address(),
+                parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
                 num_rows: workspace.program_rows.address_of(index..index + 1)?,
                 token_scale: batch.token_scale,

@@ -102,7 +102,7 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
 #[ignore = "needs a Hopper GPU and NVRTC"]
 fn gpu_launches_at_once_give_the_bits_of_one_behind_the_other() {
     let opened = gpu();
-    for (hidden, intermediate, quantise_activations) in [(320, 176, true), (1024, 768, false)] {
+    for (hidden, intermediate, quantise_activations) in [(320, 176, true), (1024, 768, false), (2624, 2688, false)] {
         let spec = ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: false };
         let (layer, values) = layer(&opened, spec, LocalSize { num_experts: 40, num_sets: 2 });
         let mut rng = Random::new(13);
@@ -121,6 +121,45 @@ fn gpu_launches_at_once_give_the_bits_of_one_behind_the_other() {
                     let out = work.buffers.out.download(layer.stream()).unwrap();
                     let what = format!("{hidden} x {intermediate}, most {most}, {of_large:?}, repeat {repeat}");
                     assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
+                }
+            }
+        }
+    }
+}
+
+/// Both tiles of the small schedule, with runs of a unit, of fewer units than warps and of more, of one block of rows and of
+/// several; slices of K that are even and that are not, of no step at all and of several slots.
+#[test]
+#[ignore = "needs a Hopper GPU and NVRTC"]
+fn gpu_small_tiles_give_equal_bits() {
+    let opened = gpu();
+    for (hidden, intermediate, num_experts) in [(320, 320, 40), (144, 48, 200), (2624, 2688, 12), (4096, 1536, 12)] {
+        for quantise_activations in [false, true] {
+            let spec =
+                ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: false };
+            let (layer, values) = layer(&opened, spec, LocalSize { num_experts, num_sets: 1 });
+            let small = [8, 16].map(|block_rows| Schedule::Small { block_rows });
+            layer.shared.programs.load(&small.into_iter().collect(), &layer.gemm).unwrap();
+            let mut rng = Random::new(11);
+            for round in 0..6 {
+                let most = [17, 2, 1, 9, 40, 17][round];
+                let mut counts: Vec<usize> = (0..num_experts).map(|_| rng.below(most)).collect();
+                if round == 2 {
+                    counts[num_experts / 2..].fill(0);
+                }
+                counts[round] = [16, 1, 8, 3, 300, 0][round];
+                let mut wanted: Option<Vec<f32>> = None;
+                for schedule in small {
+                    let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
+                    let mut work = layer.work_by(&counts, tokens, |_| schedule, None).unwrap();
+                    for repeat in 0..3 {
+                        work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
+                        work.check().unwrap();
+                        let out = work.buffers.out.download(layer.stream()).unwrap();
+                        assert!(out.iter().all(|value| value.is_finite()), "{schedule}");
+                        let what = format!("{hidden} x {intermediate}, {schedule}, round {round}, repeat {repeat}");
+                        assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
+                    }
                 }
             }
         }
