@@ -23,7 +23,7 @@ use crate::gpu::grow;
 use crate::jit::kernels::grouped_gemm::{
     ExpertEntry, GroupedGemm, GroupedGemmArgs, IMAGE_GROUP_ROWS, STEP_K, Schedule, Weights,
 };
-use crate::jit::kernels::{BatchSchedules, Chooser, ExpertRows};
+use crate::jit::kernels::{BatchSchedules, Chooser, ExpertRows, MAX_ROWS_AT_ONCE};
 use crate::numerics::nvfp4::{BLOCK, QuantCounts};
 use crate::select::Identity;
 
@@ -177,7 +177,7 @@ impl Experts for Group {
         let tokens = 2 * num_rows * self.spec.hidden;
         let images =
             2 * padded_rows(wave, self.experts.len()) * (padded(self.spec.hidden) + padded(self.spec.intermediate));
-        let small = 2 * wave * padded(self.spec.intermediate);
+        let small = 2 * wave.min(MAX_ROWS_AT_ONCE) * padded(self.spec.intermediate);
         let rows = size_of::<u32>() * num_rows + size_of::<f32>() * wave * self.spec.hidden;
         (tokens + images + small + rows) as u64
     }
@@ -289,9 +289,7 @@ impl Group {
             share.num_rows += num_rows as u64;
         }
         let shares: Vec<Share> = shares.into_values().collect();
-        let num_rows = expert_offsets.last().copied().unwrap_or(0);
-        let of_large =
-            if shares.len() == 2 && num_rows <= MAX_WAVE_ROWS { self.of_large(of_nvfp4, &rows)? } else { None };
+        let of_large = if shares.len() == 2 { self.of_large(of_nvfp4, &rows)? } else { None };
         Ok(Dealt { shares, of_large })
     }
 
@@ -320,18 +318,19 @@ impl Group {
         let offsets = clipped_offsets(batch.expert_offsets, &rows);
         grow(&mut workspace.expert_offsets, offsets.len())?;
         gpu.upload(&mut workspace.expert_offsets, 0, &offsets)?;
-        if shares.iter().any(|share| self.programs[share.program_idx].program.wants_images()) {
+        // By the number of rows alone, whatever computes them: memory does not grow when some first find another kernel.
+        let programs = || self.programs.iter().map(|known| &known.program);
+        if programs().any(Program::wants_images) {
             grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
-        let parts_bytes = shares.iter().map(|share| self.programs[share.program_idx].program.parts_bytes()).max();
-        grow(&mut workspace.parts, parts_bytes.unwrap_or(0))?;
+        if programs().any(Program::wants_images) && programs().any(|program| !program.wants_images()) {
+            grow(&mut workspace.small_inner, rows.len().min(MAX_ROWS_AT_ONCE) * padded(self.spec.intermediate))?;
+        }
+        grow(&mut workspace.parts, programs().map(Program::parts_bytes).max().unwrap_or(0))?;
         workspace.grow_gathered(gpu.stream(), num_padded)?;
         grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
         let num_spare = batch.beside.num_spare_multiprocessors;
         let of_large = of_large.filter(|_| num_spare == 0);
-        if of_large.is_some() {
-            grow(&mut workspace.small_inner, rows.len() * padded(self.spec.intermediate))?;
-        }
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
         let mut launches = Vec::with_capacity(shares.len());
         for (index, share) in shares.iter().enumerate() {

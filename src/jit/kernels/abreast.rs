@@ -7,6 +7,8 @@
 use super::cost::{TileCost, TileTimes};
 use super::grouped_gemm::GroupedGemm;
 
+/// Rows of a batch whose launches may run at once: each has an input of FC2, and of more rows each fills the machine.
+pub const MAX_ROWS_AT_ONCE: usize = 1 << 12;
 /// Before and behind what a launch streams: its start, tokens, the barrier between both products.
 const SMALL_FIXED_NS: u64 = 12_000;
 /// Of a launch of tiles.
@@ -153,8 +155,16 @@ mod tests {
     #[test]
     fn what_fills_the_machine_goes_in_turn() {
         let mut counts = vec![2; 56];
-        counts.extend([1000; 56]);
+        counts.extend([60; 56]);
         assert_eq!(division(&gemm(3584, 3072), &counts, 132), None);
+    }
+
+    #[test]
+    fn many_rows_go_in_turn() {
+        let counts = |hot| [[2; 15].as_slice(), &[hot]].concat();
+        let of_large = |hot| division(&gemm(4096, 1536), &counts(hot), 132);
+        assert!(of_large(100).is_some());
+        assert_eq!(of_large(MAX_ROWS_AT_ONCE), None);
     }
 
     proptest! {

@@ -16,6 +16,7 @@ mod probes;
 mod schedule;
 mod topk;
 
+pub use abreast::MAX_ROWS_AT_ONCE;
 pub use ceilings::{ReadAll, ReadArgs};
 pub use dense::{DenseArgs, DenseKernels, DenseProduct, DenseProductArgs};
 pub use echo::{EchoArgs, EchoKernel};

@@ -6,7 +6,7 @@
 //! order a batch takes the one that is fastest for all of its experts together: one launch an order, and no launch waits for
 //! another one's last tiles.
 
-use super::abreast::{self, Part};
+use super::abreast::{self, MAX_ROWS_AT_ONCE, Part};
 use super::cost::{MMA_SYNC, SMALL, TileCost, WGMMA};
 use super::deal::Candidates;
 use super::grouped_gemm::{GroupedGemm, Schedule};
@@ -60,7 +60,7 @@ impl BatchSchedules {
         };
         let cost_of = |costs: &[TileCost], schedule| costs.iter().copied().find(|cost| cost.schedule == schedule);
         let (few, many) = (counts_of(self.small), counts_of(self.large));
-        if few.is_empty() || many.is_empty() {
+        if few.is_empty() || many.is_empty() || few.iter().chain(&many).sum::<usize>() > MAX_ROWS_AT_ONCE {
             return None;
         }
         let small = Part { cost: cost_of(&SMALL, self.small)?, counts: &few };
