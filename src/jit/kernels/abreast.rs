@@ -20,8 +20,9 @@ const SMALL_PS_PER_BYTE: u64 = 26;
 const SMALL_TILE_NS: u64 = 250;
 /// The width that costs of tiles of many rows were measured with.
 const MEASURED_WIDTH: u64 = 3_584;
-/// What tiles of many rows take beside a launch that fills the memory's lines, in per cent of what they take alone.
-const BESIDE_PERCENT: u64 = 125;
+/// What tiles of many rows take more beside a launch that reads weights on almost all multiprocessors, in per cent; on fewer, as
+/// much less. It says where the machine is divided, and not whether it is: that had been right without.
+const BESIDE_PERCENT: u64 = 32;
 /// Both at once have to take less than so many per cent of one behind the other: the model is not better than that.
 const MIN_GAIN_PERCENT: u64 = 93;
 /// Multiprocessors by which a division moves.
@@ -47,10 +48,14 @@ pub fn multiprocessors_of_large(
     let few = SmallTime::of(gemm, small);
     let many = LargeTime::of(gemm, large);
     let in_turn = few.on(num_multiprocessors) + many.on(num_multiprocessors);
-    let many_beside = |of_large| many.on(of_large) * BESIDE_PERCENT / 100;
-    let at_once = |&of_large: &u32| few.on(num_multiprocessors - of_large).max(many_beside(of_large));
-    let best = (GRAIN..num_multiprocessors).step_by(GRAIN as usize).min_by_key(at_once)?;
-    (at_once(&best) * 100 < in_turn * MIN_GAIN_PERCENT).then_some(best)
+    let at_once = |of_large: u32, beside_percent: u64| {
+        let of_small = num_multiprocessors - of_large;
+        let per_cent = 100 + beside_percent * u64::from(of_small) / u64::from(num_multiprocessors);
+        few.on(of_small).max(many.on(of_large) * per_cent / 100)
+    };
+    let divisions = (GRAIN..num_multiprocessors).step_by(GRAIN as usize);
+    let best = divisions.min_by_key(|&of_large| at_once(of_large, BESIDE_PERCENT))?;
+    (at_once(best, 0) * 100 < in_turn * MIN_GAIN_PERCENT).then_some(best)
 }
 
 /// What the launch of few rows takes.
