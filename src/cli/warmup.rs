@@ -268,12 +268,13 @@ mod tests {
 
     #[test]
     fn what_is_named_is_compiled_alone() {
-        let (mma, small, wgmma) = ("grouped_gemm_mma", "grouped_gemm_small", "grouped_gemm_wgmma");
+        let (mma, ranges, small, wgmma) =
+            ("grouped_gemm_mma", "grouped_gemm_ranges", "grouped_gemm_small", "grouped_gemm_wgmma");
         for (backend, allow_fallback, wanted) in [
-            (BackendFamily::Auto, false, vec![mma, small, wgmma]),
-            (BackendFamily::Wgmma, false, vec![small, wgmma]),
+            (BackendFamily::Auto, false, vec![mma, ranges, small, wgmma]),
+            (BackendFamily::Wgmma, false, vec![ranges, small, wgmma]),
             (BackendFamily::MmaSync, false, vec![mma]),
-            (BackendFamily::Wgmma, true, vec![mma, small, wgmma]),
+            (BackendFamily::Wgmma, true, vec![mma, ranges, small, wgmma]),
             (BackendFamily::Cpu, false, vec![]),
             (BackendFamily::Simd, false, vec![]),
         ] {
