@@ -4,7 +4,7 @@
 //! One behind the other, each has the whole machine, and its last tiles leave most of it idle: one hot expert beside many that
 //! have a row or two is a dozen tiles, one on each of a dozen multiprocessors, behind a launch that reads all other weights.
 
-use super::cost::{TileCost, TileTimes};
+use super::cost::{SMALL, TileCost, TileTimes};
 use super::grouped_gemm::GroupedGemm;
 
 /// Rows of a batch whose launches may run at once: each has an input of FC2, and of more rows each fills the machine.
@@ -15,9 +15,9 @@ const SMALL_FIXED_NS: u64 = 12_000;
 const LARGE_FIXED_NS: u64 = 6_000;
 /// Bytes a nanosecond that the memory gives at most.
 const MEMORY_BYTES_PER_NS: u64 = 4_600;
-/// Picoseconds that one multiprocessor takes for a byte of weights in tiles of 8 rows, of which a tile costs [`SMALL_TILE_NS`].
+/// Picoseconds that one multiprocessor takes for a byte of weights in the first of [`SMALL`]'s tiles.
 const SMALL_PS_PER_BYTE: u64 = 26;
-const SMALL_TILE_NS: u64 = 250;
+const SMALL_TILE_NS: u64 = SMALL[0].tile_ns as u64;
 /// The width that costs of tiles of many rows were measured with.
 const MEASURED_WIDTH: u64 = 3_584;
 /// What tiles of many rows take more beside a launch that reads weights on almost all multiprocessors, in per cent; on fewer, as
@@ -115,7 +115,7 @@ impl LargeTime {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::grouped_gemm::{Schedule, Weights};
+    use super::super::grouped_gemm::Weights;
     use super::super::schedule::{Chooser, ExpertRows, Family};
     use super::*;
     use crate::numerics::activation::Activation;
@@ -198,9 +198,7 @@ mod tests {
         let k3 = gemm(3584, 3072);
         for (num_experts, measured) in [(56, 241), (112, 466)] {
             let counts = vec![1; num_experts];
-            let cost =
-                TileCost { schedule: Schedule::Small { block_rows: 8 }, weight_blocks: 0, tile_ns: 250, rows_ns: 0 };
-            near(SmallTime::of(&k3, Part { cost, counts: &counts }).on(132), measured);
+            near(SmallTime::of(&k3, Part { cost: SMALL[0], counts: &counts }).on(132), measured);
         }
         let large = |gemm: &GroupedGemm, rows: usize, num_experts: usize| {
             let counts = vec![rows; num_experts];

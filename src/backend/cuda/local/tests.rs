@@ -60,6 +60,19 @@ fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (Local
     (layer, values)
 }
 
+/// Computes so often into rubbish: all rows are there, and have the bits that were `wanted`, or first found.
+fn assert_repeats(work: &mut LocalWork<'_>, repeats: usize, wanted: &mut Option<Vec<f32>>, what: &str) {
+    let LocalLayer { spec, shared, .. } = work.replay.layer;
+    for repeat in 0..repeats {
+        work.buffers.out.fill_bytes(shared.stream(), 0xff).unwrap();
+        work.check().unwrap();
+        let out = work.buffers.out.download(shared.stream()).unwrap();
+        assert!(out.iter().all(|value| value.is_finite()), "{what}");
+        let what = format!("{} x {}, {what}, repeat {repeat}", spec.hidden, spec.intermediate);
+        assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), spec.hidden, &what);
+    }
+}
+
 /// Widths that blocks of weights and stages divide and do not, and rows on both sides of every width.
 #[test]
 #[ignore = "needs a Hopper GPU and NVRTC"]
@@ -81,14 +94,7 @@ fn gpu_tiles_of_one_order_give_equal_bits() {
                 for &schedule in &all {
                     let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
                     let mut work = layer.work_by(&counts, tokens, |_| schedule, None).unwrap();
-                    for repeat in 0..3 {
-                        work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
-                        work.check().unwrap();
-                        let out = work.buffers.out.download(layer.stream()).unwrap();
-                        assert!(out.iter().all(|value| value.is_finite()), "{schedule}");
-                        let what = format!("{hidden} x {intermediate}, {schedule}, round {round}, repeat {repeat}");
-                        assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
-                    }
+                    assert_repeats(&mut work, 3, &mut wanted, &format!("{schedule}, round {round}"));
                     let given_out = work.buffers.given_out.download(layer.stream()).unwrap();
                     assert_eq!(given_out, [0], "{schedule} leaves the count of tiles as it found it");
                 }
@@ -115,13 +121,7 @@ fn gpu_launches_at_once_give_the_bits_of_one_behind_the_other() {
             let mut wanted: Option<Vec<f32>> = None;
             for of_large in [None, Some(1), Some(16), Some(66), Some(131)] {
                 let mut work = layer.work_by(&counts, tokens, |rows| schedules.of(rows), of_large).unwrap();
-                for repeat in 0..5 {
-                    work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
-                    work.check().unwrap();
-                    let out = work.buffers.out.download(layer.stream()).unwrap();
-                    let what = format!("{hidden} x {intermediate}, most {most}, {of_large:?}, repeat {repeat}");
-                    assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
-                }
+                assert_repeats(&mut work, 5, &mut wanted, &format!("most {most}, {of_large:?}"));
             }
         }
     }
@@ -152,14 +152,7 @@ fn gpu_small_tiles_give_equal_bits() {
                 for schedule in small {
                     let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
                     let mut work = layer.work_by(&counts, tokens, |_| schedule, None).unwrap();
-                    for repeat in 0..3 {
-                        work.buffers.out.fill_bytes(layer.stream(), 0xff).unwrap();
-                        work.check().unwrap();
-                        let out = work.buffers.out.download(layer.stream()).unwrap();
-                        assert!(out.iter().all(|value| value.is_finite()), "{schedule}");
-                        let what = format!("{hidden} x {intermediate}, {schedule}, round {round}, repeat {repeat}");
-                        assert_same_bits(&out, wanted.get_or_insert_with(|| out.clone()), hidden, &what);
-                    }
+                    assert_repeats(&mut work, 3, &mut wanted, &format!("{schedule}, round {round}"));
                 }
             }
         }
