@@ -16,69 +16,85 @@ fn bound(expectation: &Expectation) -> f64 {
     if expectation.activations == "quantised" { 1e-2 } else { 4e-3 }
 }
 
-/// Every layer, part, mode and activation of every fixture that has expected values.
-fn every_fixture(ranks: usize, shared_gpu: bool) {
-    for fixture in fixtures::all() {
-        let work = Work::new();
-        let inputs: Vec<Tensor> =
-            fixture.layers.iter().map(|layer| safetensors::read(&layer.file)[&layer.tensor("x")].clone()).collect();
-        let input = Tensor::stack(&inputs.iter().collect::<Vec<_>>());
-        // What ranks that share a GPU are for is the way of tokens between them.
-        let travels = |expectation: &&Expectation| !shared_gpu || expectation.part != "shared";
-        for expectation in fixture.expectations.iter().filter(travels) {
-            let run = Run::new(&work, &fixtures::checkpoint(fixture.name), &input)
-                .option("part", expectation.part)
-                .activations(expectation.activations)
-                .key("cluster", "share_gpus", &shared_gpu.to_string())
-                .ranks(ranks);
-            let run = match expectation.activation {
-                Some(activation) => run.activation(activation),
-                None => run.without("activation"),
-            };
-            for backend in GPU_BACKENDS {
-                let done = on_gpus(&run, backend).succeed();
-                let mut start = 0;
-                for (layer, input) in fixture.layers.iter().zip(&inputs) {
-                    let end = start + input.shape[0];
-                    let wanted = &safetensors::read(&layer.file)[&layer.tensor(&expectation.tensor)];
-                    let what =
-                        format!("{} layer {} {} {backend} R={ranks}", fixture.name, layer.layer, expectation.tensor);
-                    assert_close(&done.layer(layer.layer).rows(start, end), wanted, bound(expectation), &what);
-                    start = end;
-                }
+/// Every layer, part, mode and activation of a fixture that has expected values.
+fn every_layer(name: &str, ranks: usize, shared_gpu: bool) {
+    let (work, fixture) = (Work::new(), fixtures::named(name));
+    let inputs: Vec<Tensor> =
+        fixture.layers.iter().map(|layer| safetensors::read(&layer.file)[&layer.tensor("x")].clone()).collect();
+    let input = Tensor::stack(&inputs.iter().collect::<Vec<_>>());
+    // What ranks that share a GPU are for is the way of tokens between them.
+    let travels = |expectation: &&Expectation| !shared_gpu || expectation.part != "shared";
+    for expectation in fixture.expectations.iter().filter(travels) {
+        let run = Run::new(&work, &fixtures::checkpoint(name), &input)
+            .option("part", expectation.part)
+            .activations(expectation.activations)
+            .key("cluster", "share_gpus", &shared_gpu.to_string())
+            .ranks(ranks);
+        let run = match expectation.activation {
+            Some(activation) => run.activation(activation),
+            None => run.without("activation"),
+        };
+        for backend in GPU_BACKENDS {
+            let done = on_gpus(&run, backend).succeed();
+            let mut start = 0;
+            for (layer, input) in fixture.layers.iter().zip(&inputs) {
+                let end = start + input.shape[0];
+                let wanted = &safetensors::read(&layer.file)[&layer.tensor(&expectation.tensor)];
+                let what = format!("{name} layer {} {} {backend} R={ranks}", layer.layer, expectation.tensor);
+                assert_close(&done.layer(layer.layer).rows(start, end), wanted, bound(expectation), &what);
+                start = end;
             }
         }
     }
 }
 
-#[test]
-#[ignore = "needs a GPU and NVRTC"]
-fn one_gpu_every_fixture_layer() {
-    every_fixture(1, false);
+/// A test for each number of ranks, of each fixture by itself: all in one would take minutes.
+macro_rules! every_layer_of {
+    ($($fixture:ident: $name:literal,)+) => { $(mod $fixture {
+        use super::every_layer;
+
+        #[test]
+        #[ignore = "needs a GPU and NVRTC"]
+        fn one_gpu_every_layer() {
+            every_layer($name, 1, false);
+        }
+
+        #[test]
+        #[ignore = "needs a GPU and NVRTC"]
+        fn one_gpu_every_layer_of_3_ranks() {
+            every_layer($name, 3, true);
+        }
+
+        #[test]
+        #[ignore = "needs a GPU and NVRTC"]
+        fn one_gpu_every_layer_of_8_ranks() {
+            every_layer($name, 8, true);
+        }
+
+        #[test]
+        #[ignore = "needs a GPU and NVRTC"]
+        fn one_gpu_every_layer_of_16_ranks() {
+            every_layer($name, 16, true);
+        }
+
+        #[test]
+        #[ignore = "needs two GPUs, NVRTC and NCCL"]
+        fn two_gpus_every_layer() {
+            every_layer($name, 2, false);
+        }
+    })+
+
+    #[test]
+    fn every_fixture_has_tests_on_gpus() {
+        assert_eq!(fixtures::all().iter().map(|fixture| fixture.name).collect::<Vec<_>>(), [$($name),+]);
+    } };
 }
 
-#[test]
-#[ignore = "needs a GPU and NVRTC"]
-fn one_gpu_every_fixture_layer_of_3_ranks() {
-    every_fixture(3, true);
-}
-
-#[test]
-#[ignore = "needs a GPU and NVRTC"]
-fn one_gpu_every_fixture_layer_of_8_ranks() {
-    every_fixture(8, true);
-}
-
-#[test]
-#[ignore = "needs a GPU and NVRTC"]
-fn one_gpu_every_fixture_layer_of_16_ranks() {
-    every_fixture(16, true);
-}
-
-#[test]
-#[ignore = "needs two GPUs, NVRTC and NCCL"]
-fn two_gpus_every_fixture_layer() {
-    every_fixture(2, false);
+every_layer_of! {
+    dsv3_tiny: "modelopt-dsv3-tiny",
+    dsv3_mixed: "modelopt-dsv3-mixed",
+    qwen3_tiny: "modelopt-qwen3-tiny",
+    k3_tiny: "k3-tiny",
 }
 
 /// SiTU is right, and SwiGLU or a beta that is 5 % off is not: `verify` says so in both modes on both backends.
