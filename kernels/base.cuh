@@ -109,6 +109,12 @@ DEVICE Word4 load_global4_cg(const void* pointer) {
     return w;
 }
 
+DEVICE u32 load_global_cg(const u32* pointer) {
+    u32 w;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(w) : "l"(pointer));
+    return w;
+}
+
 DEVICE void store_global4_cg(void* pointer, const Word4& w) {
     asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(pointer), "r"(w.v[0]), "r"(w.v[1]), "r"(w.v[2]), "r"(w.v[3]) : "memory");

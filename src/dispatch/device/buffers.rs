@@ -11,6 +11,8 @@ macro_rules! buffers {
             $($(#[$doc])* pub $name: DeviceBuffer<$value>,)+
             /// `[4]` block scales that saturated and that became 0, of what left and of what arrived. Added to.
             pub counts: DeviceBuffer<u64>,
+            /// What blocks count together, zeros between kernels.
+            pub scratch: DeviceBuffer<u32>,
             /// The counts of what leaves, once `counted` has come.
             pub host_totals: PinnedBuffer<u32>,
             /// The counts of what leaves in a whole step, likewise.
@@ -31,6 +33,7 @@ macro_rules! buffers {
                 Ok(Self {
                     $($name: DeviceBuffer::uninitialised(device, 0)?,)+
                     counts: DeviceBuffer::zeroed(gpu.stream(), 4)?,
+                    scratch: DeviceBuffer::uninitialised(device, 0)?,
                     host_totals: PinnedBuffer::zeroed(device, 0)?,
                     host_step: PinnedBuffer::zeroed(device, 0)?,
                     host_entering: PinnedBuffer::zeroed(device, 0)?,
@@ -68,6 +71,8 @@ buffers! {
     totals: u32,
     /// The same of a whole step, where devices tell each other that.
     step_totals: u32,
+    /// `[2 * num_ranks]` what leaves for the ranks below.
+    starts: u32,
     /// Counts of what leaves, by tile.
     send_tiles: u32,
     /// `[num_tokens, num_topk]` places in tiles.

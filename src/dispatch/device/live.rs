@@ -14,11 +14,11 @@ use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
-use crate::dispatch::nvlink::{Counts, Push};
+use crate::dispatch::nvlink::Push;
 use crate::dispatch::region::{Flag, MAX_PEERS, Rooms, are_tagged};
 use crate::gpu::{Gpu, GpuError, grow};
-use crate::jit::kernels::live::{FromHost, Live, Settle, SettleArgs};
-use crate::jit::kernels::nvlink::Run;
+use crate::jit::kernels::live::{FromHost, Live, SettleArgs};
+use crate::jit::kernels::nvlink::{Hear, Run};
 use crate::world::{Cargo, World};
 
 /// Words of [`Live`] and of what the host writes of it.
@@ -55,6 +55,26 @@ impl LiveExtent {
     #[must_use]
     pub fn max_rows(&self) -> usize {
         self.max_received() * self.num_topk
+    }
+}
+
+/// What comes in a step that no host follows: whose tokens are waited for, where what they are is told, and what the host reads of
+/// it when the step is over.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Coming {
+    pub hear: Hear,
+    pub settle: SettleArgs,
+    /// Address of what left, on the device and on the host.
+    pub totals: [u64; 2],
+    pub num_totals: usize,
+    /// Address on the host of what ranks told, and words of each; 0: this rank alone has counted.
+    pub told: (u64, usize),
+}
+
+impl Coming {
+    /// Of a step that hosts follow.
+    pub fn nothing() -> Self {
+        Self { hear: Hear::none(), settle: SettleArgs::none(), totals: [0; 2], num_totals: 0, told: (0, 0) }
     }
 }
 
@@ -153,50 +173,49 @@ impl DeviceTransport {
         tokens: &DeviceTokens<'_>,
         (extent, push): (LiveExtent, Option<&Push>),
     ) -> Result<(), CarryError> {
-        let travel = self.stages.forms().travel;
-        let per_slot = travel.mode == CombineMode::Slot;
         let push = push.map(|push| push.with_live_word(live.word_address()));
-        self.stages.count(buffers, tokens)?;
+        let (mut hear, mut told) = (Hear::none(), (0, 0));
         if let (Some(push), Way::Pushed(nvlink)) = (&push, &self.way) {
-            let totals = buffers.totals.address();
-            let counts = Counts { totals, of_step: 0, placement: travel.placement, per_slot };
-            nvlink.launch_tell(&self.gpu, push, &counts)?;
+            self.stages.count_and_tell(buffers, tokens, Some(nvlink.telling(push, 0)?), false)?;
+            told = nvlink.host_told(push)?;
             if are_tagged(extent.max_tokens, self.takes_turns) {
-                let row_bytes = travel.layout(extent.num_topk).row_bytes();
+                let row_bytes = self.stages.forms().travel.layout(extent.num_topk).row_bytes();
                 self.stages.pack(buffers, tokens, None)?;
                 nvlink.send_tagged(&self.gpu, push, (&buffers.packed, &buffers.totals), row_bytes)?;
                 nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
                 nvlink.take_tagged(&self.gpu, push, row_bytes)?;
             } else {
-                nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
-                self.stages.pack(buffers, tokens, Some(push))?;
-                nvlink.queue_hear(&self.gpu, push, Flag::Tokens)?;
+                self.stages.pack(buffers, tokens, Some((push, nvlink.hearing(push, Flag::Counts)?)))?;
+                hear = nvlink.hearing(push, Flag::Tokens)?;
             }
         } else {
+            self.stages.count_and_tell(buffers, tokens, None, false)?;
             self.stages.pack(buffers, tokens, None)?;
         }
-        self.settle(buffers, live, (extent, push.as_ref()))?;
+        let settle = self.settle(buffers, live, (extent, push.as_ref()))?;
+        let totals = [buffers.totals.address(), buffers.host_totals.address()];
+        let coming = Coming { hear, settle, totals, num_totals: buffers.totals.len(), told };
         let runs = if push.is_some() { live.at(offset_of!(Live, arrived)) } else { 0 };
         let live = LiveRuns { runs, count: live.at(offset_of!(Live, num_received)) };
         let packed = Run::whole(buffers.packed.address());
         let most = (extent.max_received(), extent.max_rows());
-        Ok(self.stages.queue_unpack(buffers, most, extent.num_topk, packed, live)?)
+        Ok(self.stages.queue_unpack(buffers, most, extent.num_topk, packed, (live, Some(coming)))?)
     }
 
-    /// Queues finding out what comes, from what all ranks told; one rank has counted it.
+    /// How what comes is found, from what all ranks told; one rank has counted it.
     fn settle(
         &self,
         buffers: &mut Buffers,
         live: &LiveStep,
         (extent, push): (LiveExtent, Option<&Push>),
-    ) -> Result<(), GpuError> {
+    ) -> Result<SettleArgs, GpuError> {
         let travel = self.stages.forms().travel;
         let num_experts = self.stages.num_experts();
         grow(&mut buffers.expert_offsets, num_experts + 1)?;
         // Of one rank: tokens, slots, rows of each expert.
         let own = ((buffers.totals.address(), 0), (0, 0));
         let ((told, num_words), (arrived_at, room_bytes)) = push.map_or(own, Push::own_parts);
-        let args = SettleArgs {
+        Ok(SettleArgs {
             homes: push.map_or([0; MAX_PEERS], Push::home_addresses),
             told,
             live: live.at(0),
@@ -211,8 +230,7 @@ impl DeviceTransport {
             per_slot: u32::from(travel.mode == CombineMode::Slot),
             max_tokens: narrow(extent.max_tokens),
             max_rows: narrow(extent.max_rows()),
-        };
-        self.stages.launch(&self.stages.settle, Settle::SHAPE, &args)
+        })
     }
 
     /// Queues the way home of `buffers.rows` and the sums of what comes home, into the rows of `tokens` in `out`.

@@ -29,12 +29,12 @@ use crate::cuda::DeviceBuffer;
 use crate::dispatch::carrier::{Carrier, CarryError, Runs};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{Miscount, ReceivedCounts, SentCounts, message_len};
-use crate::dispatch::nvlink::{Counts, Nvlink, Push};
+use crate::dispatch::nvlink::{Nvlink, Push};
 use crate::dispatch::overlap::set_of;
 use crate::dispatch::region::{Flag, Rooms, RowSizes, are_tagged};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
-use crate::jit::kernels::nvlink::Run;
+use crate::jit::kernels::nvlink::{Hear, Run};
 use crate::world::{Cargo, Exchanged, World};
 
 /// Tokens of a rank that go at once, on its device.
@@ -242,14 +242,8 @@ impl DeviceTransport {
 
     /// The same for devices that tell each other: the address of what was counted; 0 where nothing is wanted.
     fn count_step_for_device(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<u64, GpuError> {
-        if tokens.of_step.is_none() {
-            return Ok(0);
-        }
         self.count_step(buffers, tokens)?;
-        let num_words = buffers.totals.len();
-        grow(&mut buffers.step_totals, num_words)?;
-        buffers.step_totals.copy_from(self.gpu.stream(), 0, &buffers.totals, 0..num_words)?;
-        Ok(buffers.step_totals.address())
+        Ok(if tokens.of_step.is_some() { buffers.step_totals.address() } else { 0 })
     }
 
     /// The rows of this rank's experts in it, once the counts have come; collective, where they are wanted.
@@ -272,7 +266,7 @@ impl DeviceTransport {
         (nvlink, chunk_tokens): (&Nvlink, usize),
     ) -> Result<DeviceHandle, CarryError> {
         let travel = self.stages.forms().travel;
-        let (placement, num_topk, per_slot) = (travel.placement, tokens.num_topk, travel.mode == CombineMode::Slot);
+        let (placement, num_topk) = (travel.placement, tokens.num_topk);
         let row_bytes = travel.layout(num_topk).row_bytes();
         let place = (world, &self.gpu);
         // Room for all chunks of a step before its first is under way.
@@ -281,19 +275,18 @@ impl DeviceTransport {
         let push = nvlink.begin(place, rooms, (self.layer, tokens.step), home)?;
         let of_step = self.count_step_for_device(buffers, tokens)?;
         let push = push.telling_step(of_step != 0);
-        self.stages.count(buffers, tokens)?;
-        let counts = Counts { totals: buffers.totals.address(), of_step, placement, per_slot };
+        self.stages.count_and_tell(buffers, tokens, Some(nvlink.telling(&push, of_step)?), true)?;
         if are_tagged(chunk_tokens, self.takes_turns) {
-            nvlink.launch_tell(&self.gpu, &push, &counts)?;
             self.stages.pack(buffers, tokens, None)?;
             nvlink.send_tagged(&self.gpu, &push, (&buffers.packed, &buffers.totals), row_bytes)?;
             nvlink.hear(place, &push, Flag::Counts)?;
             self.gpu.move_mark(&mut buffers.counted)?;
             nvlink.take_tagged(&self.gpu, &push, row_bytes)?;
         } else {
-            nvlink.exchange_counts(place, &push, &counts)?;
+            // The host has its counts before tokens are packed, so that they are heard by themselves.
+            nvlink.hear(place, &push, Flag::Counts)?;
             self.gpu.move_mark(&mut buffers.counted)?;
-            self.stages.pack(buffers, tokens, Some(&push))?;
+            self.stages.pack(buffers, tokens, Some((&push, Hear::none())))?;
             // Hearing needs no count of the host's either.
             nvlink.hear(place, &push, Flag::Tokens)?;
         }

@@ -3,28 +3,27 @@
 
 use bytemuck::NoUninit;
 
+use super::live::Coming;
 use super::{Buffers, DeviceTokens};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
 use crate::dispatch::layout::PayloadForm;
-use crate::dispatch::nvlink::Push;
+use crate::dispatch::nvlink::{Push, Telling};
 use crate::dispatch::region::{Flag, MAX_PEERS};
 use crate::dispatch::travel::Travel;
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::Rank;
 use crate::jit::KernelRequest;
 use crate::jit::kernels::dispatch::{
-    COUNT_BYTES_PER_RANK, CombineArgs, DispatchArgs, INDEX_BYTES_PER_EXPERT, NUM_THREADS, PACK_BYTES_PER_SLOT,
-    ReceiveArgs, TravelKernels, WARP,
+    CombineArgs, DispatchArgs, NUM_THREADS, PACK_BYTES_PER_SLOT, ReceiveArgs, TravelKernels, count_block, index_block,
 };
-use crate::jit::kernels::live::Settle;
-use crate::jit::kernels::nvlink::{Raise, Run};
+use crate::jit::kernels::nvlink::{Hear, Raise, Run, Tell};
 
-/// Tiles of tokens at most: more tokens make larger ones.
-const MAX_TILES: usize = 512;
-/// Tokens of a tile at least.
-const MIN_TILE_TOKENS: usize = 4;
+/// Tiles of tokens at most, more tokens make larger ones; and words of a column of their counts. `kMaxTiles` of `kernels/tiles.cuh`.
+const MAX_TILES: usize = 64;
+/// Tokens of a tile at least, `kMinTileTokens` there.
+const MIN_TILE_TOKENS: usize = 16;
 /// Blocks of kernels that take tokens one by one, for each multiprocessor.
 const BLOCKS_PER_MULTIPROCESSOR: usize = 8;
 
@@ -58,45 +57,32 @@ pub struct Stages {
     forms: Forms,
     rank: Rank,
     pub(super) leaving: LeavingKernels,
-    index: Function,
-    sum_received: Function,
+    pub(super) index: Function,
     unpack: Function,
     give_back: Function,
     add: Function,
-    pub(super) settle: Function,
 }
 
 /// What numbers tokens that leave, or are passed on, and packs them.
 #[derive(Debug)]
 pub(super) struct LeavingKernels {
     count: Function,
-    sum: Function,
     pack: Function,
 }
 
 impl LeavingKernels {
     pub fn new(gpu: &Gpu, request: KernelRequest, num_ranks: usize) -> Result<Self, GpuError> {
-        let count_bytes = COUNT_BYTES_PER_RANK * narrow(num_ranks);
+        let (_, count_bytes) = count_block(narrow(num_ranks));
         Ok(Self {
             count: gpu.function(request.clone(), TravelKernels::COUNT, count_bytes)?,
-            sum: gpu.function(request.clone(), TravelKernels::SUM, 0)?,
             pack: gpu.function(request, TravelKernels::PACK, 0)?,
         })
     }
 }
 
-/// How tokens are cut into tiles; changes no result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tiles {
-    pub tokens: usize,
-    pub num: usize,
-}
-
-impl Tiles {
-    pub fn of(num_tokens: usize) -> Self {
-        let tokens = num_tokens.div_ceil(MAX_TILES).max(MIN_TILE_TOKENS);
-        Self { tokens, num: num_tokens.div_ceil(tokens) }
-    }
+/// How many tiles so many tokens are cut into, at most; changes no result.
+pub(super) fn num_tiles(num_tokens: usize) -> usize {
+    num_tokens.div_ceil(MIN_TILE_TOKENS).min(MAX_TILES)
 }
 
 /// Addresses on the device of a list's runs and of how many rows it has; 0: the host knows.
@@ -121,7 +107,7 @@ impl Stages {
     pub fn new(gpu: &Gpu, forms: Forms, rank: Rank) -> Result<Self, GpuError> {
         let (kernels, arch) = (forms.kernels(), gpu.arch());
         let placement = forms.travel.placement;
-        let index_bytes = INDEX_BYTES_PER_EXPERT * narrow(placement.local_experts(rank).len());
+        let (_, index_bytes) = index_block(narrow(placement.local_experts(rank).len()));
         let [dispatch, receive, combine] = kernels.requests(arch);
         let (give_back, add) = match forms.travel.mode {
             CombineMode::Slot => (TravelKernels::RETURN_SLOTS, TravelKernels::ADD_SLOTS),
@@ -133,11 +119,9 @@ impl Stages {
             rank,
             leaving: LeavingKernels::new(gpu, dispatch, placement.num_ranks())?,
             index: gpu.function(receive.clone(), TravelKernels::INDEX, index_bytes)?,
-            sum_received: gpu.function(receive.clone(), TravelKernels::SUM, 0)?,
             unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
             give_back: gpu.function(combine.clone(), give_back, 0)?,
             add: gpu.function(combine, add, 0)?,
-            settle: gpu.function(Settle.request(arch), Settle::FUNCTION, 0)?,
         })
     }
 
@@ -150,32 +134,44 @@ impl Stages {
     /// Counts what leaves; the host has the counts at the next mark.
     ///
     /// # Errors
-    /// If there is no memory or the driver fails.
+    /// As the next.
     pub fn count(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
-        let num_words = SentCounts::num_words(self.forms.travel.placement);
-        if buffers.host_totals.len() != num_words {
-            buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
-            buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
-        }
-        self.grow_for_counts(buffers, (tokens.tokens.len(), tokens.num_topk))?;
-        let args = self.dispatch_args(buffers, tokens)?;
-        self.queue_counts(&self.leaving, buffers, &args)?;
-        // SAFETY: `host_totals` is read when the mark has been waited for.
-        Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_totals) }?)
+        self.count_and_tell(buffers, tokens, None, true)
     }
 
-    /// Counts what leaves in a whole step, of which `tokens` is the first chunk; the host has it at the next mark. What a chunk
-    /// counts afterwards overwrites the rest.
+    /// The same, which other ranks hear of where they are told. Whether the host has the counts, or is to get them otherwise.
+    ///
+    /// # Errors
+    /// If there is no memory or the driver fails.
+    pub fn count_and_tell(
+        &self,
+        buffers: &mut Buffers,
+        tokens: &DeviceTokens<'_>,
+        telling: Option<Telling>,
+        is_for_host: bool,
+    ) -> Result<(), GpuError> {
+        self.grow_for_counts(buffers, (tokens.tokens.len(), tokens.num_topk))?;
+        let mut args = self.dispatch_args(buffers, tokens)?;
+        if let Some(Telling { hear, tell }) = telling {
+            (args.hear, args.tell) = (hear, tell);
+        }
+        self.queue_counts(&self.leaving, &args, is_for_host.then_some(&buffers.host_totals))
+    }
+
+    /// Counts what leaves in a whole step, of which `tokens` is the first chunk: into `buffers.step_totals`, and the host has it at
+    /// the next mark.
     ///
     /// # Errors
     /// If there is no memory or the driver fails.
     pub fn count_step(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>) -> Result<(), GpuError> {
-        self.count(buffers, tokens)?;
-        if buffers.host_step.len() != buffers.host_totals.len() {
-            buffers.host_step = PinnedBuffer::zeroed(self.gpu.device(), buffers.host_totals.len())?;
+        self.grow_for_counts(buffers, (tokens.tokens.len(), tokens.num_topk))?;
+        let num_words = buffers.totals.len();
+        grow(&mut buffers.step_totals, num_words)?;
+        if buffers.host_step.len() != num_words {
+            buffers.host_step = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
         }
-        // SAFETY: `host_step` is read when the mark has been waited for.
-        Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_step) }?)
+        let args = DispatchArgs { totals: buffers.step_totals.address(), ..self.dispatch_args(buffers, tokens)? };
+        self.queue_counts(&self.leaving, &args, Some(&buffers.host_step))
     }
 
     /// Room for the counts of so many tokens with so many slots.
@@ -184,25 +180,33 @@ impl Stages {
         buffers: &mut Buffers,
         (num_tokens, num_topk): (usize, usize),
     ) -> Result<(), GpuError> {
-        let num_columns = 2 * self.forms.travel.placement.num_ranks();
-        grow(&mut buffers.send_tiles, num_columns * Tiles::of(num_tokens).num)?;
+        let placement = self.forms.travel.placement;
+        let (num_words, num_columns) = (SentCounts::num_words(placement), 2 * placement.num_ranks());
+        if buffers.host_totals.len() != num_words {
+            buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
+            buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
+        }
+        if buffers.scratch.len() != placement.num_experts() + 1 {
+            buffers.scratch = DeviceBuffer::zeroed(self.gpu.stream(), placement.num_experts() + 1)?;
+        }
+        grow(&mut buffers.starts, num_columns)?;
+        grow(&mut buffers.send_tiles, num_columns * MAX_TILES)?;
         grow(&mut buffers.slot_token, num_tokens * num_topk)?;
         grow(&mut buffers.slot_home, num_tokens * num_topk)
     }
 
-    /// Queues the counts of what `args` say, into `buffers.totals`.
+    /// Queues the counts of what `args` say, of which `host` has as many words as it is long at the next mark.
     pub(super) fn queue_counts(
         &self,
         kernels: &LeavingKernels,
-        buffers: &mut Buffers,
         args: &DispatchArgs,
+        host: Option<&PinnedBuffer<u32>>,
     ) -> Result<(), GpuError> {
-        buffers.totals.fill_bytes(self.gpu.stream(), 0)?;
-        let shared_bytes = COUNT_BYTES_PER_RANK * args.num_ranks;
-        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
-        self.launch(&kernels.count, shape, args)?;
-        let num_columns = 2 * args.num_ranks;
-        self.launch(&kernels.sum, LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS), args)
+        let (host_totals, num_host_words) = host.map_or((0, 0), |host| (host.address(), narrow(host.len())));
+        let args = DispatchArgs { host_totals, num_host_words, ..*args };
+        let (num_threads, shared_bytes) = count_block(args.num_ranks);
+        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, num_threads) };
+        self.launch(&kernels.count, shape, &args)
     }
 
     /// Queues the packing of what was counted.
@@ -213,11 +217,17 @@ impl Stages {
         self.launch(&kernels.pack, LaunchShape { shared_bytes, ..shape }, args)
     }
 
-    /// Packs what was counted into `buffers.packed`, or straight into other ranks' rooms, which then hear of it.
+    /// Packs what was counted into `buffers.packed`, or straight into other ranks' rooms, which then hear of it: once their counts
+    /// have been heard, or hearing them itself.
     ///
     /// # Errors
     /// If there is no memory or the driver fails.
-    pub fn pack(&self, buffers: &mut Buffers, tokens: &DeviceTokens<'_>, push: Option<&Push>) -> Result<(), GpuError> {
+    pub fn pack(
+        &self,
+        buffers: &mut Buffers,
+        tokens: &DeviceTokens<'_>,
+        push: Option<(&Push, Hear)>,
+    ) -> Result<(), GpuError> {
         let Travel { placement, .. } = self.forms.travel;
         let num_topk = tokens.num_topk;
         let row_bytes = self.forms.travel.layout(num_topk).row_bytes();
@@ -228,9 +238,8 @@ impl Stages {
         }
         grow(&mut buffers.home_rows, num_tokens * num_topk)?;
         let mut args = self.dispatch_args(buffers, tokens)?;
-        if let Some(push) = push {
-            args.rooms = push.rooms();
-            args.raise = push.raise(Flag::Tokens);
+        if let Some((push, hear)) = push {
+            (args.rooms, args.raise, args.hear) = (push.rooms(), push.raise(Flag::Tokens), hear);
         }
         self.queue_pack(&self.leaving, &args)
     }
@@ -239,16 +248,20 @@ impl Stages {
         let Travel { placement, payload, mode, row_form } = self.forms.travel;
         let DeviceTokens { values, ids, weights, tokens, num_topk, live_tokens, .. } = tokens;
         let of_tokens = |width: usize| tokens.start * width..tokens.end * width;
-        let tiles = Tiles::of(tokens.len());
         Ok(DispatchArgs {
             rooms: [0; MAX_PEERS],
             raise: Raise::none(),
+            hear: Hear::none(),
+            tell: Tell::none(),
             values: values.address_of(of_tokens(row_form.hidden))?,
             ids: ids.address_of(of_tokens(*num_topk))?,
             weights: weights.address_of(of_tokens(*num_topk))?,
             entries: 0,
             totals: buffers.totals.address(),
+            host_totals: 0,
+            starts: buffers.starts.address(),
             tiles: buffers.send_tiles.address(),
+            scratch: buffers.scratch.address(),
             slot_token: buffers.slot_token.address(),
             slot_row: buffers.slot_home.address(),
             packed: buffers.packed.address(),
@@ -262,8 +275,8 @@ impl Stages {
             num_topk: narrow(*num_topk),
             num_ranks: narrow(placement.num_ranks()),
             num_experts: narrow(placement.num_experts()),
-            tile_tokens: narrow(tiles.tokens),
-            num_tiles: narrow(tiles.num),
+            num_tiles: narrow(num_tiles(tokens.len()).max(1)),
+            num_host_words: 0,
             per_slot: u32::from(mode == CombineMode::Slot),
             input_scale: if let PayloadForm::Nvfp4 { input_scale } = payload { input_scale } else { 1.0 },
         })
@@ -283,22 +296,23 @@ impl Stages {
         let offsets: Vec<u32> = received.expert_offsets.iter().map(|&offset| narrow(offset)).collect();
         grow(&mut buffers.expert_offsets, offsets.len())?;
         self.gpu.upload(&mut buffers.expert_offsets, 0, &offsets)?;
-        self.queue_unpack(buffers, (received.total_tokens(), received.total_rows()), num_topk, packed, NOT_LIVE)
+        let num_received = (received.total_tokens(), received.total_rows());
+        self.queue_unpack(buffers, num_received, num_topk, packed, (NOT_LIVE, None))
     }
 
-    /// The same for up to so many tokens and rows; what `live` points to says how many, and where, unless it is nothing.
+    /// The same for up to so many tokens and rows, of which the device knows how many there are, and where `live` points to, if they
+    /// are `coming`.
     pub(super) fn queue_unpack(
         &self,
         buffers: &mut Buffers,
         (num_tokens, num_rows): (usize, usize),
         num_topk: usize,
         packed: [Run; MAX_PEERS],
-        live: LiveRuns,
+        (live, coming): (LiveRuns, Option<Coming>),
     ) -> Result<(), GpuError> {
         let row_form = self.forms.travel.row_form;
-        let num_experts = self.num_experts();
-        let (num_slots, tiles) = (num_tokens * num_topk, Tiles::of(num_tokens));
-        grow(&mut buffers.receive_tiles, (num_experts + 1) * tiles.num)?;
+        let (num_experts, num_slots) = (self.num_experts(), num_tokens * num_topk);
+        grow(&mut buffers.receive_tiles, (num_experts + 1) * MAX_TILES)?;
         grow(&mut buffers.tokens, num_tokens * row_form.hidden)?;
         for of_slots in [&mut buffers.slot_place, &mut buffers.slot_order, &mut buffers.slot_row] {
             grow(of_slots, num_slots)?;
@@ -306,8 +320,12 @@ impl Stages {
         grow(&mut buffers.weights, num_slots)?;
         grow(&mut buffers.row_token, num_rows)?;
         grow(&mut buffers.return_rows, num_rows)?;
+        let num_more = u32::from(coming.is_some());
+        let Coming { hear, settle, totals, num_totals, told } = coming.unwrap_or_else(Coming::nothing);
         let args = ReceiveArgs {
             packed,
+            hear,
+            settle,
             live_packed: live.runs,
             live_tokens: live.count,
             expert_offsets: buffers.expert_offsets.address(),
@@ -320,21 +338,25 @@ impl Stages {
             return_rows: buffers.return_rows.address(),
             slot_row: buffers.slot_row.address(),
             counts: buffers.counts.address_of(2..4)?,
+            totals: totals[0],
+            host_totals: totals[1],
+            host_told: told.0,
             row_bytes: self.forms.travel.layout(num_topk).row_bytes() as u64,
             num_tokens: narrow(num_tokens),
             num_topk: narrow(num_topk),
             num_experts: narrow(num_experts),
-            tile_tokens: narrow(tiles.tokens),
-            num_tiles: narrow(tiles.num),
+            num_tiles: narrow(num_tiles(num_tokens)),
+            num_totals: narrow(num_totals),
+            num_told: narrow(told.1),
             input_scale: self.forms.quantise.unwrap_or(1.0),
+            padding: 0,
         };
-        let shared_bytes = INDEX_BYTES_PER_EXPERT * args.num_experts;
-        let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(args.num_tiles, WARP) };
-        self.launch(&self.index, shape, &args)?;
-        let num_columns = args.num_experts + 1;
-        let sums = LaunchShape::rows(num_columns.div_ceil(NUM_THREADS / WARP), NUM_THREADS);
-        self.launch(&self.sum_received, sums, &args)?;
-        self.launch(&self.unpack, self.one_by_one(num_tokens, &Raise::none()), &args)
+        // A block more settles what comes, and one hands on to the host what it is.
+        let (num_threads, shared_bytes) = index_block(args.num_experts);
+        let shape = LaunchShape::rows(args.num_tiles + num_more, num_threads);
+        self.launch(&self.index, LaunchShape { shared_bytes, ..shape }, &args)?;
+        let num_blocks = self.one_by_one(num_tokens, &Raise::none()).grid[0] + num_more;
+        self.launch(&self.unpack, LaunchShape::rows(num_blocks, NUM_THREADS), &args)
     }
 
     /// The computed `buffers.rows` into what goes back: `buffers.back`, or the homes of other ranks, which then hear of it.
@@ -453,9 +475,10 @@ mod tests {
     #[test]
     fn tiles_cover_all_tokens_and_are_few() {
         for num_tokens in (0..3000).chain([8192, 300_000]) {
-            let tiles = Tiles::of(num_tokens);
-            assert!(tiles.num <= MAX_TILES && tiles.num * tiles.tokens >= num_tokens, "{num_tokens}: {tiles:?}");
-            assert!(num_tokens == 0 || (tiles.num - 1) * tiles.tokens < num_tokens, "{num_tokens}: {tiles:?}");
+            // `tile_tokens_of` of `kernels/tiles.cuh`
+            let num_tiles = num_tiles(num_tokens);
+            let tile_tokens = num_tokens.div_ceil(num_tiles.max(1)).max(MIN_TILE_TOKENS);
+            assert!(num_tiles <= MAX_TILES && num_tiles * tile_tokens >= num_tokens, "{num_tokens}: {num_tiles}");
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 
-use super::stages::{LeavingKernels, Tiles, narrow};
+use super::stages::{LeavingKernels, narrow, num_tiles};
 use super::{Buffers, DeviceHandle, DeviceTokens, DeviceTransport, Forms, Stages, scaled};
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
 use crate::dispatch::carrier::{Carrier, CarryError};
@@ -70,9 +70,7 @@ impl TwoLevels {
         let homes = DispatchArgs { packed: 0, ..stages.dispatch_args(buffers, tokens)? };
         stages.queue_pack(&stages.leaving, &homes)?;
         let args = self.crossing_args(stages, buffers, tokens)?;
-        stages.queue_counts(&stages.leaving, buffers, &args)?;
-        // SAFETY: `host_entering` is read when the mark has been waited for.
-        Ok(unsafe { buffers.totals.download_pinned(self.gpu.stream(), 0, &mut buffers.host_entering) }?)
+        stages.queue_counts(&stages.leaving, &args, Some(&buffers.host_entering))
     }
 
     /// Packs the first hop's tokens into `buffers.packed`.
@@ -113,7 +111,7 @@ impl TwoLevels {
         let num_passed_on: usize = told.num_tokens_to(self.plans()).iter().sum();
         stages.grow_for_counts(buffers, (num_entered, tokens.num_topk))?;
         grow(&mut buffers.passed_on, num_passed_on * row_bytes)?;
-        let (entered, tiles) = (buffers.entered.address(), Tiles::of(num_entered));
+        let entered = buffers.entered.address();
         let args = DispatchArgs {
             values: entered,
             ids: entered + layout.idx_at() as u64,
@@ -123,11 +121,10 @@ impl TwoLevels {
             value_bytes: row_bytes as u64,
             slot_stride: (row_bytes / size_of::<u32>()) as u64,
             num_tokens: narrow(num_entered),
-            tile_tokens: narrow(tiles.tokens),
-            num_tiles: narrow(tiles.num),
+            num_tiles: narrow(num_tiles(num_entered).max(1)),
             ..stages.dispatch_args(buffers, tokens)?
         };
-        stages.queue_counts(&self.passing_on, buffers, &args)?;
+        stages.queue_counts(&self.passing_on, &args, None)?;
         stages.queue_pack(&self.passing_on, &args)
     }
 

@@ -155,7 +155,7 @@ impl Prepared {
         let device = options.gpu.device();
         let host_counts = PinnedBuffer::zeroed(device, world.size() * own.region.num_words())?;
         let host_alarms = PinnedBuffer::zeroed(device, world.size() * ALARM_WORDS)?;
-        let done = DeviceBuffer::zeroed(options.gpu.stream(), 1)?;
+        let done = DeviceBuffer::zeroed(options.gpu.stream(), 2)?;
         let mark = options.gpu.mark()?;
         let state = State { opened, own, host_counts, host_alarms, done, epoch: 0 };
         Ok(Nvlink::new(options, functions, mark, state))

@@ -14,11 +14,10 @@ pub use error::NvlinkError;
 pub use join::{NvlinkOptions, Prepared};
 
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
-use crate::dispatch::placement::Placement;
 use crate::dispatch::region::{ALARM_WORDS, Alarm, ChunkTag, Flag, MAX_PEERS, Region, Rooms};
 use crate::gpu::{Gpu, GpuError, Mark, count_growth};
 use crate::ids::{LayerIdx, Rank};
-use crate::jit::kernels::nvlink::{NvlinkArgs, NvlinkKernels, Raise, Run};
+use crate::jit::kernels::nvlink::{Hear, NvlinkArgs, NvlinkKernels, Raise, Run, Tell};
 use crate::world::World;
 use join::{Opened, Own};
 
@@ -41,7 +40,7 @@ pub struct Nvlink {
 /// The kernels of `kernels/nvlink.cu`.
 #[derive(Debug)]
 struct Functions {
-    tell: Function,
+    greet: Function,
     hear: Function,
     send: Function,
     take: Function,
@@ -52,7 +51,7 @@ impl Functions {
         let request = NvlinkKernels.request(gpu.arch());
         let load = |name| gpu.function(request.clone(), name, 0);
         Ok(Self {
-            tell: load(NvlinkKernels::TELL)?,
+            greet: load(NvlinkKernels::GREET)?,
             hear: load(NvlinkKernels::HEAR)?,
             send: load(NvlinkKernels::SEND)?,
             take: load(NvlinkKernels::TAKE)?,
@@ -68,7 +67,7 @@ struct State {
     own: Own,
     host_counts: PinnedBuffer<u32>,
     host_alarms: PinnedBuffer<u64>,
-    /// Blocks of a storing kernel that are through.
+    /// Blocks of a storing kernel that are through, and whether one that waits has raised an alarm.
     done: DeviceBuffer<u32>,
     /// The chunk that was begun last.
     epoch: u32,
@@ -91,17 +90,13 @@ pub struct Push {
     tells_step: bool,
 }
 
-/// What a rank tells of a chunk: counts that lie on its device.
+/// How a kernel that counts tells every rank of it, whose flags are then waited for.
 #[derive(Debug, Clone, Copy)]
-pub struct Counts {
-    /// Address of `[2 * num_ranks + num_experts]` tokens and slots for each rank, rows of each expert.
-    pub totals: u64,
-    /// Address of the same of the whole step, where it was cut and this is its first chunk; else 0.
-    pub of_step: u64,
-    /// Who has which expert.
-    pub placement: Placement,
-    /// Each slot's row comes home by itself.
-    pub per_slot: bool,
+pub struct Telling {
+    /// A wait for everybody's.
+    pub hear: Hear,
+    /// Where counts go.
+    pub tell: Tell,
 }
 
 /// What one rank told of a chunk.
@@ -203,18 +198,20 @@ impl Nvlink {
     /// If what one stored is not here once all have stored.
     pub fn greet(&self, world: &World) -> Result<(), NvlinkError> {
         let gpu = &self.options.gpu;
-        let (num_ranks, rank) = (world.size(), world.rank());
-        let placement = Placement::new(0, num_ranks);
-        let totals = DeviceBuffer::from_slice(gpu.stream(), &vec![rank.0 + 1; 2 * num_ranks])?;
+        let num_ranks = world.size();
         let push = self.begin((world, gpu), Rooms::default(), (LayerIdx(0), 0), 0)?;
-        let counts = Counts { totals: totals.address(), of_step: 0, placement, per_slot: false };
-        let stored = self.launch_tell(gpu, &push, &counts).and_then(|()| Ok(gpu.stream().synchronise()?));
+        let stored = self.with(|state| {
+            let args = self.args(state, &push, Flag::Counts);
+            self.launch(gpu, &self.functions.greet, NvlinkKernels::GREET_SHAPE, &args)?;
+            Ok(gpu.stream().synchronise()?)
+        });
         world.barrier();
         stored?;
         self.with(|state| {
-            let args = NvlinkArgs { hold_ns: 0, limit_ns: 0, ..self.args(state, &push, Flag::Counts) };
-            let args = NvlinkArgs { host_counts: state.host_counts.address(), ..args };
-            self.launch(gpu, &self.functions.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)?;
+            let args = self.args(state, &push, Flag::Counts);
+            let hear = Hear { hold_ns: 0, limit_ns: 0, ..args.hear };
+            let args = NvlinkArgs { hear, host_counts: state.host_counts.address(), ..args };
+            self.launch(gpu, &self.functions.hear, NvlinkKernels::hear_shape(hear.num_ranks), &args)?;
             gpu.stream().synchronise()?;
             let wanted = |peer: usize| Rank::from_index(peer).0 + 1;
             let told = state.host_counts.chunks_exact(state.own.region.num_words()).take(num_ranks);
@@ -283,35 +280,35 @@ impl Nvlink {
         Ok(())
     }
 
-    /// Queues telling every rank what comes, and hearing what it tells, which the host has at the next mark; collective.
+    /// How what counts a chunk tells every rank of it: `of_step` is the address of `[2 * num_ranks + num_experts]` counts of the whole
+    /// step, where it was cut and this is its first chunk; else 0.
     ///
     /// # Errors
-    /// If the driver fails.
-    pub fn exchange_counts(
-        &self,
-        (world, lane): (&World, &Gpu),
-        push: &Push,
-        counts: &Counts,
-    ) -> Result<(), NvlinkError> {
-        self.launch_tell(lane, push, counts)?;
-        self.hear((world, lane), push, Flag::Counts)
+    /// None: its state is there while its session is open.
+    pub fn telling(&self, push: &Push, of_step: u64) -> Result<Telling, NvlinkError> {
+        self.with(|state| {
+            let NvlinkArgs { hear, counts_at, num_words, .. } = self.args(state, push, Flag::Counts);
+            Ok(Telling { hear, tell: Tell { of_step, counts_at, num_words, is_told: 1 } })
+        })
     }
 
-    /// Queues telling every rank what comes.
+    /// A wait for `flag` of every rank, for a kernel of many blocks, which all wait: where every rank has a GPU of its own.
     ///
     /// # Errors
-    /// If the driver fails.
-    pub fn launch_tell(&self, lane: &Gpu, push: &Push, counts: &Counts) -> Result<(), NvlinkError> {
+    /// As [`Nvlink::telling`].
+    pub fn hearing(&self, push: &Push, flag: Flag) -> Result<Hear, NvlinkError> {
         self.with(|state| {
-            let args = NvlinkArgs {
-                totals: counts.totals,
-                of_step: counts.of_step,
-                num_experts: Rank::from_index(counts.placement.num_experts()).0,
-                per_slot: u32::from(counts.per_slot),
-                ..self.args(state, push, Flag::Counts)
-            };
-            self.launch(lane, &self.functions.tell, NvlinkKernels::tell_shape(args.num_ranks), &args)
+            let is_raised = state.done.address_of(1..2)?;
+            Ok(Hear { is_raised, ..self.args(state, push, flag).hear })
         })
+    }
+
+    /// Where the host reads what every rank told, and words of each, which whoever has heard them copies there.
+    ///
+    /// # Errors
+    /// As [`Nvlink::telling`].
+    pub fn host_told(&self, push: &Push) -> Result<(u64, usize), NvlinkError> {
+        self.with(|state| Ok((state.host_counts.address(), push.region.num_told(push.tells_step))))
     }
 
     /// Queues a wait for `flag` of every rank: what is queued behind it sees what they stored; collective.
@@ -341,7 +338,7 @@ impl Nvlink {
         self.with(|state| {
             let counts = if flag == Flag::Counts { state.host_counts.address() } else { 0 };
             let args = NvlinkArgs { host_counts: counts, ..self.args(state, push, flag) };
-            self.launch(lane, &self.functions.hear, NvlinkKernels::hear_shape(args.num_ranks), &args)
+            self.launch(lane, &self.functions.hear, NvlinkKernels::hear_shape(args.hear.num_ranks), &args)
         })
     }
 
@@ -361,7 +358,7 @@ impl Nvlink {
             let (packed, totals) = (packed.address(), totals.address());
             let args =
                 NvlinkArgs { packed, totals, row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
-            self.launch(lane, &self.functions.send, NvlinkKernels::tagged_shape(args.num_ranks), &args)
+            self.launch(lane, &self.functions.send, NvlinkKernels::tagged_shape(args.hear.num_ranks), &args)
         })
     }
 
@@ -372,11 +369,11 @@ impl Nvlink {
     pub fn take_tagged(&self, lane: &Gpu, push: &Push, row_bytes: usize) -> Result<(), NvlinkError> {
         self.with(|state| {
             let args = NvlinkArgs { row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
-            self.launch(lane, &self.functions.take, NvlinkKernels::tagged_shape(args.num_ranks), &args)
+            self.launch(lane, &self.functions.take, NvlinkKernels::tagged_shape(args.hear.num_ranks), &args)
         })
     }
 
-    /// What every rank told, once a mark behind [`Nvlink::exchange_counts`] has come. `max_tokens` bounds every rank's tokens.
+    /// What every rank told, once a mark behind hearing it has come. `max_tokens` bounds every rank's tokens.
     ///
     /// # Errors
     /// If a rank told what can't be.
@@ -443,13 +440,10 @@ impl Nvlink {
         let narrow = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
         // The device says who is missing before the host's own limit passes.
         let limit_ns = u64::try_from(self.options.step_limit.as_nanos() / 4 * 3).unwrap_or(u64::MAX);
-        NvlinkArgs {
+        let hear = Hear {
             regions: state.opened.regions,
-            totals: 0,
-            of_step: 0,
-            host_counts: 0,
             host_alarms: state.host_alarms.address(),
-            counts_at: region.counts_at() as u64,
+            is_raised: 0,
             flags_at: region.flags_at(flag, push.home) as u64,
             alarms_at: region.alarms_at() as u64,
             word: push.tag.word(),
@@ -459,17 +453,21 @@ impl Nvlink {
             phase: flag as u32,
             rank: narrow(push.rank),
             num_ranks: narrow(push.num_ranks),
-            num_experts: 0,
+            padding: 0,
+        };
+        NvlinkArgs {
+            hear,
+            totals: 0,
+            host_counts: 0,
+            counts_at: region.counts_at() as u64,
             num_words: narrow(region.num_words()),
-            per_slot: 0,
+            num_heard: narrow(region.num_told(push.tells_step)),
             packed: 0,
             row_bytes: 0,
             tagged_at: region.tagged_at(0) as u64,
             tagged_bytes: region.rooms().tagged_bytes as u64,
             rooms_at: region.room_at(0) as u64,
             room_bytes: region.rooms().room_bytes as u64,
-            num_heard: narrow(region.num_told(push.tells_step)),
-            padding: 0,
         }
     }
 

@@ -13,8 +13,10 @@ use crate::random::Random;
 /// A step of all ranks.
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    /// In one stream; replays, and chunks one after the other, are no different.
+    /// In one stream, followed by hosts; chunks one after the other are no different.
     Whole,
+    /// In one stream that no host follows: kernels that store and read wait themselves.
+    Replayed,
     /// The same of few tokens, which travel tagged.
     Few,
     /// So many chunks in two lanes.
@@ -40,9 +42,11 @@ enum Mistake {
     NotMet,
     /// Tokens of chunks that overlap are tagged, for which there is one place.
     TaggedInTurns,
+    /// A host that does not follow gets counts when the rows are home.
+    HandedOnLast,
 }
 
-const MISTAKES: [Mistake; 8] = [
+const MISTAKES: [Mistake; 9] = [
     Mistake::OneHome,
     Mistake::OneFlagOfRows,
     Mistake::PackedAtOnce,
@@ -51,6 +55,7 @@ const MISTAKES: [Mistake; 8] = [
     Mistake::NotComputed,
     Mistake::NotMet,
     Mistake::TaggedInTurns,
+    Mistake::HandedOnLast,
 ];
 
 /// What a lane does next; addresses are those of a rank's region, or beside it of what it has for itself.
@@ -124,7 +129,7 @@ impl Writer {
         self.lanes[lane].push(Op::Follow { at, word });
     }
 
-    fn dispatch(&mut self, lane: usize, word: u64) {
+    fn dispatch(&mut self, lane: usize, word: u64, is_followed: bool) {
         let (rank, region) = (self.rank, self.region);
         let counts = move |rank: usize| region.counts_at() + 4 * region.num_words() * rank;
         self.store_all(lane, counts(rank), word);
@@ -143,20 +148,30 @@ impl Writer {
             pack(self);
         }
         self.hear(lane, (Flag::Counts, 0), word);
-        self.all(lane, |from| Op::Read { at: counts(from), word });
+        if is_followed {
+            self.all(lane, |from| Op::Read { at: counts(from), word });
+        }
         if !packed_at_once {
             pack(self);
         }
         self.hear(lane, (Flag::Tokens, 0), word);
         // What is recorded reads counts here: rows of the chunk come before the next counts then.
-        if lane == COMPUTE {
-            self.all(lane, |from| Op::Read { at: counts(from), word });
+        if !is_followed {
+            self.read_counts(lane, word);
         }
         if self.mistake == Some(Mistake::ToldAhead) && lane == TRAVEL {
             self.held_back = (0..self.num_ranks).map(|from| Op::Read { at: region.room_at(from), word }).collect();
         } else {
             self.all(lane, |from| Op::Read { at: region.room_at(from), word });
         }
+        if !is_followed && self.mistake != Some(Mistake::HandedOnLast) {
+            self.read_counts(lane, word);
+        }
+    }
+
+    fn read_counts(&mut self, lane: usize, word: u64) {
+        let region = self.region;
+        self.all(lane, |from| Op::Read { at: region.counts_at() + 4 * region.num_words() * from, word });
     }
 
     fn dispatch_few(&mut self, lane: usize, word: u64) {
@@ -198,7 +213,7 @@ impl Writer {
                     if self.mistake == Some(Mistake::TaggedInTurns) {
                         self.dispatch_few(TRAVEL, word(chunk));
                     } else {
-                        self.dispatch(TRAVEL, word(chunk));
+                        self.dispatch(TRAVEL, word(chunk), true);
                     }
                     unpacked[set_of(chunk)] = self.mark(TRAVEL);
                 }
@@ -233,13 +248,17 @@ fn lanes((num_ranks, rank): (usize, usize), steps: &[Step], mistake: Option<Mist
             ChunkTag::after(epoch + chunk, LayerIdx(0), step as u64).word()
         };
         match *kind {
-            Step::Whole | Step::Few => {
+            Step::Whole | Step::Replayed | Step::Few => {
+                let is_replayed = matches!(kind, Step::Replayed);
                 match kind {
                     Step::Few => writer.dispatch_few(COMPUTE, word(0)),
-                    _ => writer.dispatch(COMPUTE, word(0)),
+                    _ => writer.dispatch(COMPUTE, word(0), !is_replayed),
                 }
                 writer.experts(0, word(0));
                 writer.combine(COMPUTE, 0, word(0));
+                if is_replayed && mistake == Some(Mistake::HandedOnLast) {
+                    writer.read_counts(COMPUTE, word(0));
+                }
                 epoch += 1;
             }
             Step::Overlapped(num_chunks) => {
@@ -360,7 +379,9 @@ impl Model {
     }
 }
 
-const STEPS: [&[Step]; 7] = [
+const STEPS: [&[Step]; 9] = [
+    &[Step::Replayed, Step::Replayed],
+    &[Step::Whole, Step::Replayed, Step::Few],
     &[Step::Few, Step::Few],
     &[Step::Whole, Step::Few],
     &[Step::Overlapped(2), Step::Few, Step::Whole],
@@ -389,9 +410,10 @@ fn a_mistake_shows_in_some_order() {
 
 fn random_steps(random: &mut Random) -> Vec<Step> {
     let num_steps = 1 + random.below(4);
-    let step = |random: &mut Random| match random.below(6) {
+    let step = |random: &mut Random| match random.below(7) {
         0 => Step::Whole,
         1 | 2 => Step::Few,
+        3 => Step::Replayed,
         _ => Step::Overlapped(1 + random.below(5)),
     };
     (0..num_steps).map(|_| step(random)).collect()
@@ -412,7 +434,7 @@ fn random_orders_show_a_mistake_of_three_ranks_as_well() {
     let mut random = Random::new(2);
     for mistake in MISTAKES {
         let mut shows = || {
-            let steps = [Step::Overlapped(3), Step::Whole, Step::Overlapped(2)];
+            let steps = [Step::Overlapped(3), Step::Replayed, Step::Whole, Step::Overlapped(2)];
             Model::new(3, &steps, Some(mistake)).go_at_random(&mut random).is_err()
         };
         assert!((0..2000).any(|_| shows()), "{mistake:?}");

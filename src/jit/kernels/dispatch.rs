@@ -4,48 +4,71 @@ use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
-use super::super::source::{BASE, KernelSource, NVFP4, PAYLOAD, PEERS, REQUANTISE, TILES};
-use super::nvlink::{Raise, Run};
+use super::super::source::{BASE, HEAR, KernelSource, NVFP4, PAYLOAD, PEERS, REQUANTISE, SETTLE, TILES};
+use super::live::SettleArgs;
+use super::nvlink::{Hear, Raise, Run, Tell};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
 use crate::dispatch::region::MAX_PEERS;
 
 const DISPATCH: KernelSource = KernelSource {
     name: "dispatch",
     main: include_str!("../../../kernels/dispatch.cu"),
-    headers: &[BASE, NVFP4, PAYLOAD, PEERS, TILES],
+    headers: &[BASE, HEAR, NVFP4, PAYLOAD, PEERS, TILES],
 };
 const RECEIVE: KernelSource = KernelSource {
     name: "receive",
     main: include_str!("../../../kernels/receive.cu"),
-    headers: &[BASE, NVFP4, PAYLOAD, PEERS, REQUANTISE, TILES],
+    headers: &[BASE, HEAR, NVFP4, PAYLOAD, PEERS, REQUANTISE, SETTLE, TILES],
 };
 const COMBINE: KernelSource =
     KernelSource { name: "combine", main: include_str!("../../../kernels/combine.cu"), headers: &[BASE, PEERS, TILES] };
 
-/// Threads of a block, but for the kernels that walk tiles.
+/// Threads of a block, at most.
 pub const NUM_THREADS: u32 = 256;
-/// Threads of a block that walks a tile; columns of a block of as many threads as others are that much fewer.
-pub const WARP: u32 = 32;
-/// Dynamic shared memory of `count_tokens`, for each rank.
-pub const COUNT_BYTES_PER_RANK: u32 = 12;
+/// Threads of a warp.
+const WARP: u32 = 32;
+/// Words of shared memory that need not be asked for.
+const SHARED_WORDS: u32 = 40 << 10 >> 2;
 /// Dynamic shared memory of `pack_tokens`, for each slot of a token.
 pub const PACK_BYTES_PER_SLOT: u32 = 40;
-/// Dynamic shared memory of `index_slots`, for each local expert.
-pub const INDEX_BYTES_PER_EXPERT: u32 = 4;
 
-/// The argument of `count_tokens`, `sum_tiles` and `pack_tokens`; see the struct of that name in `kernels/dispatch.cu`.
+/// A block that walks a tile: each warp a part, with so many words for its counts, and so many for all.
+fn tile_block(of_warp: u32, of_all: u32) -> (u32, u32) {
+    // Two at least: a thread for each rank that is heard.
+    let num_warps = (SHARED_WORDS.saturating_sub(of_all) / of_warp.max(1)).clamp(2, NUM_THREADS / WARP);
+    (num_warps * WARP, 4 * (num_warps * of_warp + of_all))
+}
+
+/// Threads of a block of `count_tokens`, and its dynamic shared memory, in bytes.
+#[must_use]
+pub fn count_block(num_ranks: u32) -> (u32, u32) {
+    tile_block(3 * num_ranks, 4 * num_ranks)
+}
+
+/// The same of `index_slots`.
+#[must_use]
+pub fn index_block(num_experts: u32) -> (u32, u32) {
+    tile_block(num_experts + 1, 0)
+}
+
+/// The argument of `count_tokens` and `pack_tokens`; see the struct of that name in `kernels/dispatch.cu`.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct DispatchArgs {
     pub rooms: [u64; MAX_PEERS],
     pub raise: Raise,
+    pub hear: Hear,
+    pub tell: Tell,
     pub values: u64,
     pub ids: u64,
     pub weights: u64,
     pub entries: u64,
     pub totals: u64,
+    pub host_totals: u64,
+    pub starts: u64,
     pub tiles: u64,
+    pub scratch: u64,
     pub slot_token: u64,
     pub slot_row: u64,
     pub packed: u64,
@@ -59,18 +82,20 @@ pub struct DispatchArgs {
     pub num_topk: u32,
     pub num_ranks: u32,
     pub num_experts: u32,
-    pub tile_tokens: u32,
     pub num_tiles: u32,
+    pub num_host_words: u32,
     pub per_slot: u32,
     pub input_scale: f32,
 }
 
-/// The argument of `index_slots`, `sum_tiles` and `unpack_tokens`; see the struct of that name in `kernels/receive.cu`.
+/// The argument of `index_slots` and `unpack_tokens`; see the struct of that name in `kernels/receive.cu`.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct ReceiveArgs {
     pub packed: [Run; MAX_PEERS],
+    pub hear: Hear,
+    pub settle: SettleArgs,
     pub live_packed: u64,
     pub live_tokens: u64,
     pub expert_offsets: u64,
@@ -83,13 +108,18 @@ pub struct ReceiveArgs {
     pub return_rows: u64,
     pub slot_row: u64,
     pub counts: u64,
+    pub totals: u64,
+    pub host_totals: u64,
+    pub host_told: u64,
     pub row_bytes: u64,
     pub num_tokens: u32,
     pub num_topk: u32,
     pub num_experts: u32,
-    pub tile_tokens: u32,
     pub num_tiles: u32,
+    pub num_totals: u32,
+    pub num_told: u32,
     pub input_scale: f32,
+    pub padding: u32,
 }
 
 /// The argument of the kernels of `kernels/combine.cu`; see the struct of that name there.
@@ -123,10 +153,8 @@ pub struct TravelKernels {
 }
 
 impl TravelKernels {
-    /// Numbers what leaves, inside tiles of tokens.
+    /// Numbers what leaves, inside tiles of tokens, and tells of it.
     pub const COUNT: &'static str = "count_tokens";
-    /// Sums over tiles, of either side.
-    pub const SUM: &'static str = "sum_tiles";
     /// Packs what leaves.
     pub const PACK: &'static str = "pack_tokens";
     /// Numbers what has arrived, inside tiles of tokens.

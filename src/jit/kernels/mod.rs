@@ -83,8 +83,8 @@ pub fn around(geometry: &MoeGeometry, arch: Arch) -> Vec<KernelRequest> {
 
 /// The kernels of steps in which no host learns what comes.
 #[must_use]
-pub fn replayed(arch: Arch) -> [KernelRequest; 2] {
-    [live::Settle.request(arch), deal::DealKernel.request(arch)]
+pub fn replayed(arch: Arch) -> [KernelRequest; 1] {
+    [deal::DealKernel.request(arch)]
 }
 
 /// The kernels that bring a layer's tokens to its experts and rows back.

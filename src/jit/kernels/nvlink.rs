@@ -5,13 +5,13 @@ use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
-use super::super::source::{BASE, KernelSource, PEERS};
+use super::super::source::{BASE, HEAR, KernelSource, PEERS};
 use crate::cuda::LaunchShape;
 use crate::dispatch::overlap::NUM_TRAVEL_MULTIPROCESSORS;
 use crate::dispatch::region::MAX_PEERS;
 
 const SOURCE: KernelSource =
-    KernelSource { name: "nvlink", main: include_str!("../../../kernels/nvlink.cu"), headers: &[BASE, PEERS] };
+    KernelSource { name: "nvlink", main: include_str!("../../../kernels/nvlink.cu"), headers: &[BASE, HEAR, PEERS] };
 
 /// Rows that lie one behind the other; see the struct of that name in `kernels/peers.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -68,17 +68,14 @@ impl Raise {
     }
 }
 
-/// The argument of `tell` and `hear`; see the struct of that name in `kernels/nvlink.cu`.
+/// A wait for flags of all ranks; see the struct of that name in `kernels/hear.cuh`.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-#[expect(missing_docs, reason = "the kernel's source says what each is")]
-pub struct NvlinkArgs {
+#[expect(missing_docs, reason = "the kernels' header says what each is")]
+pub struct Hear {
     pub regions: [u64; MAX_PEERS],
-    pub totals: u64,
-    pub of_step: u64,
-    pub host_counts: u64,
     pub host_alarms: u64,
-    pub counts_at: u64,
+    pub is_raised: u64,
     pub flags_at: u64,
     pub alarms_at: u64,
     pub word: u64,
@@ -88,21 +85,55 @@ pub struct NvlinkArgs {
     pub phase: u32,
     pub rank: u32,
     pub num_ranks: u32,
-    pub num_experts: u32,
+    pub padding: u32,
+}
+
+/// Where counts go; see the struct of that name in `kernels/hear.cuh`.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernels' header says what each is")]
+pub struct Tell {
+    pub of_step: u64,
+    pub counts_at: u64,
     pub num_words: u32,
-    pub per_slot: u32,
+    pub is_told: u32,
+}
+
+impl Hear {
+    /// Nobody is waited for.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::zeroed()
+    }
+}
+
+impl Tell {
+    /// Nothing is told.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::zeroed()
+    }
+}
+
+/// The argument of the kernels of `kernels/nvlink.cu`; see the struct of that name there.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct NvlinkArgs {
+    pub hear: Hear,
+    pub totals: u64,
+    pub host_counts: u64,
+    pub counts_at: u64,
+    pub num_words: u32,
+    pub num_heard: u32,
     pub packed: u64,
     pub row_bytes: u64,
     pub tagged_at: u64,
     pub tagged_bytes: u64,
     pub rooms_at: u64,
     pub room_bytes: u64,
-    pub num_heard: u32,
-    pub padding: u32,
 }
 
-/// `kTellThreads` of `kernels/nvlink.cu`.
-const TELL_THREADS: u32 = 128;
 /// `kTaggedParts` and `kTaggedThreads` there: a word of two tokens of 7 KB for each thread.
 const TAGGED_PARTS: u32 = 16;
 const TAGGED_THREADS: u32 = 256;
@@ -116,8 +147,8 @@ const _: () = assert!(MAX_PEERS <= (HEAR_WARPS * NUM_TRAVEL_MULTIPROCESSORS) as 
 pub struct NvlinkKernels;
 
 impl NvlinkKernels {
-    /// Tells every rank what comes; a block a rank.
-    pub const TELL: &'static str = "tell";
+    /// Says to every rank who this one is.
+    pub const GREET: &'static str = "greet";
     /// Waits for what every rank tells; a warp a rank.
     pub const HEAR: &'static str = "hear";
 
@@ -132,11 +163,8 @@ impl NvlinkKernels {
         LaunchShape::rows(num_ranks * TAGGED_PARTS, TAGGED_THREADS)
     }
 
-    /// The launch of `tell`.
-    #[must_use]
-    pub fn tell_shape(num_ranks: u32) -> LaunchShape {
-        LaunchShape::rows(num_ranks, TELL_THREADS)
-    }
+    /// The launch of `greet`.
+    pub const GREET_SHAPE: LaunchShape = LaunchShape::rows(1, MAX_PEERS as u32);
 
     /// The launch of `hear`: no more blocks than experts leave multiprocessors while chunks overlap, since they are there for as
     /// long as a rank waits, and where they lie an expert's block may have no room.

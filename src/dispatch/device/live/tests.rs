@@ -1,7 +1,10 @@
 //! What the device makes of what ranks told, against the host's code. It needs a GPU and NVRTC.
 
 use super::*;
+use crate::cuda::LaunchShape;
+use crate::dispatch::layout::{CombineForm, PayloadForm};
 use crate::gpu::Kernels;
+use crate::jit::kernels::dispatch::{NUM_THREADS, ReceiveArgs, TravelKernels};
 use crate::random::Random;
 
 const MAX_TOKENS: usize = 300;
@@ -23,7 +26,7 @@ fn told(random: &mut Random, (num_ranks, num_experts, num_words): (usize, usize,
 struct Bench {
     gpu: Gpu,
     live: LiveStep,
-    settle: crate::cuda::Function,
+    index: crate::cuda::Function,
 }
 
 impl Bench {
@@ -31,10 +34,12 @@ impl Bench {
         let stream = self.gpu.stream();
         let told = DeviceBuffer::from_slice(stream, told).unwrap();
         let offsets = DeviceBuffer::from_slice(stream, &vec![u32::MAX; args.num_experts as usize + 1]).unwrap();
-        let args =
+        let settle =
             SettleArgs { told: told.address(), live: self.live.at(0), expert_offsets: offsets.address(), ..args };
+        // No tiles: the block that settles is alone.
+        let args = ReceiveArgs { settle, ..ReceiveArgs::zeroed() };
         // SAFETY: the argument is the kernel's, and what it points to is as large as it says and lives.
-        unsafe { self.settle.launch(stream, &Settle::SHAPE, &args) }.unwrap();
+        unsafe { self.index.launch(stream, &LaunchShape::rows(1, NUM_THREADS), &args) }.unwrap();
         self.live.queue_numbers(&self.gpu).unwrap();
         stream.synchronise().unwrap();
         (self.live.numbers(), offsets.download(stream).unwrap())
@@ -45,8 +50,10 @@ impl Bench {
 #[ignore = "needs a GPU and NVRTC"]
 fn gpu_what_comes_is_settled_as_hosts_do() {
     let gpu = Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap();
-    let settle = gpu.function(Settle.request(gpu.arch()), Settle::FUNCTION, 0).unwrap();
-    let mut bench = Bench { live: LiveStep::new(&gpu).unwrap(), settle, gpu };
+    let (payload, form) = (PayloadForm::Bf16, CombineForm::F32);
+    let kernels = TravelKernels { hidden: 16, payload, quantise: false, form };
+    let index = gpu.function(kernels.receive(gpu.arch()), TravelKernels::INDEX, 0).unwrap();
+    let mut bench = Bench { live: LiveStep::new(&gpu).unwrap(), index, gpu };
     let mut random = Random(7);
     for case in 0..200 {
         let num_ranks = if case < 4 { 1 } else { 1 + random.below(MAX_PEERS) };
