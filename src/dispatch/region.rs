@@ -384,7 +384,7 @@ mod tests {
             let next = ChunkTag::after(tag.epoch, LayerIdx(layer), step);
             prop_assert_ne!(tag.word(), next.word());
             prop_assert!(tag.word() >> 32 != 0, "0 is a flag that nobody has raised");
-            // As kernels/nvlink.cu tells ranks that are ahead from those that have not come yet.
+            // As kernels/hear.cuh tells ranks that are ahead from those that have not come yet.
             let ahead = (next.word() >> 32) as u32;
             prop_assert!(ahead.wrapping_sub(tag.epoch) < 0x8000_0000);
             prop_assert!(tag.epoch.wrapping_sub(ahead) >= 0x8000_0000);

@@ -312,7 +312,7 @@ impl Model {
             Op::Follow { at, word } if self.word(rank, at) != word => return Ok(Went::Waits),
             Op::Hear { at, word } => {
                 let seen = self.word(rank, at);
-                // As kernels/nvlink.cu takes it.
+                // As kernels/hear.cuh takes it.
                 let is_ahead = seen != 0 && ((seen >> 32) as u32).wrapping_sub((word >> 32) as u32) < 1 << 31;
                 match seen == word {
                     false if is_ahead => return Err(format!("rank {rank} is ahead: {}", describe(seen))),

@@ -137,6 +137,9 @@ pub struct NvlinkArgs {
 /// `kTaggedParts` and `kTaggedThreads` there: a word of two tokens of 7 KB for each thread.
 const TAGGED_PARTS: u32 = 16;
 const TAGGED_THREADS: u32 = 256;
+/// Threads of `greet`, `kMaxPeers` of `kernels/peers.cuh`.
+const GREET_THREADS: u32 = 64;
+const _: () = assert!(GREET_THREADS as usize == MAX_PEERS, "greet has a thread a rank");
 /// `kHearWarps` there.
 const HEAR_WARPS: u32 = 8;
 const WARP: u32 = 32;
@@ -163,8 +166,8 @@ impl NvlinkKernels {
         LaunchShape::rows(num_ranks * TAGGED_PARTS, TAGGED_THREADS)
     }
 
-    /// The launch of `greet`.
-    pub const GREET_SHAPE: LaunchShape = LaunchShape::rows(1, MAX_PEERS as u32);
+    /// The launch of `greet`: a thread for each rank that there can be.
+    pub const GREET_SHAPE: LaunchShape = LaunchShape::rows(1, GREET_THREADS);
 
     /// The launch of `hear`: no more blocks than experts leave multiprocessors while chunks overlap, since they are there for as
     /// long as a rank waits, and where they lie an expert's block may have no room.
