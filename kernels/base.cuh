@@ -35,15 +35,6 @@ struct alignas(16) Word4 {
 /// How many there are: what the device has counted, or where the host knows it, what it says.
 DEVICE u64 number_of(const u32* live, u64 known) { return live != nullptr ? *live : known; }
 
-/// What this kernel follows is through, and what it has written is there; the next one's blocks may come. All threads call it first,
-/// of kernels that are launched early.
-DEVICE void follow() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // ---- bits ----
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }

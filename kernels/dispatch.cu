@@ -282,7 +282,6 @@ DEVICE void hand_out(const DispatchArgs& args, const u32* totals, const u32* sta
 
 /// A block a tile, a warp a part of it. Dynamic shared memory: three words a rank for each warp, and four.
 extern "C" __global__ void __launch_bounds__(kThreads) count_tokens(const __grid_constant__ DispatchArgs args) {
-    follow();
     extern __shared__ u32 of_ranks[];
     const u32 num_warps = blockDim.x / kWarp, num_columns = 2 * args.num_ranks, stride = 3 * args.num_ranks;
     u32* mine = of_ranks + threadIdx.x / kWarp * stride;
@@ -427,7 +426,6 @@ DEVICE void pack_slots(const DispatchArgs& args, const Slot* slots, const Target
 
 /// A block a token, any number of blocks. Dynamic shared memory: a Target and a Slot for each slot.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_tokens(const __grid_constant__ DispatchArgs args) {
-    follow();
     extern __shared__ u64 of_token[];
     __shared__ u32 num_targets;
     Target* targets = reinterpret_cast<Target*>(of_token);

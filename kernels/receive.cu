@@ -138,7 +138,6 @@ DEVICE void walk(const ReceiveArgs& args, const Run* runs, Part part, u32* num_r
 /// A block a tile, a warp a part of it, and where no host knows what comes a last block that settles it. Dynamic shared memory: for
 /// each warp a word an expert, and one.
 extern "C" __global__ void __launch_bounds__(kThreads) index_slots(const __grid_constant__ ReceiveArgs args) {
-    follow();
     extern __shared__ u32 of_experts[];
     __shared__ Arrived arrived;
     if (blockIdx.x == args.num_tiles) {
@@ -147,11 +146,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) index_slots(const __grid_
     }
     const u32 num_warps = blockDim.x / kWarp, stride = args.num_experts + 1;
     for (u32 word = threadIdx.x; word < num_warps * stride; word += blockDim.x) of_experts[word] = 0;
-    // The last warp hears, while others find out where tokens lie.
-    if (threadIdx.x / kWarp == num_warps - 1) wait_for_all(args.hear);
     const bool is_live = args.settle.live != nullptr;
     const u32 num_tokens = is_live ? find_arrived(args.settle, arrived) : args.num_tokens;
     const Run* runs = args.live_packed != nullptr ? arrived.runs : args.packed;
+    if (threadIdx.x < kWarp) wait_for_all(args.hear);
     __syncthreads();
     const Part part = part_of_tile(blockIdx.x, num_tokens, tile_tokens_of(num_tokens, args.num_tiles));
     u32* num_rows = of_experts + threadIdx.x / kWarp * stride;
@@ -267,7 +265,6 @@ DEVICE void tell_host(const ReceiveArgs& args) {
 
 /// A block a token, any number of blocks, and where the host reads of the step when it is over a first block for that.
 extern "C" __global__ void __launch_bounds__(kThreads, 6) unpack_tokens(const __grid_constant__ ReceiveArgs args) {
-    follow();
     const u32 num_before = args.host_totals != nullptr ? 1 : 0, num_blocks = gridDim.x - num_before;
     if (blockIdx.x < num_before) {
         tell_host(args);

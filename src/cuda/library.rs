@@ -43,7 +43,6 @@ const FUNCTIONS: &[&str] = &[
     "cuIpcOpenMemHandle_v2",
     "cuLaunchCooperativeKernel",
     "cuLaunchKernel",
-    "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFreeHost",
     "cuMemFree_v2",

@@ -14,11 +14,11 @@ use crate::dispatch::region::{Flag, MAX_PEERS};
 use crate::dispatch::travel::Travel;
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::Rank;
+use crate::jit::KernelRequest;
 use crate::jit::kernels::dispatch::{
     CombineArgs, DispatchArgs, NUM_THREADS, PACK_BYTES_PER_SLOT, ReceiveArgs, TravelKernels, count_block, index_block,
 };
 use crate::jit::kernels::nvlink::{Hear, Raise, Run, Tell};
-use crate::jit::{Arch, KernelRequest};
 
 /// Tiles of tokens at most, more tokens make larger ones; and words of a column of their counts. `kMaxTiles` of `kernels/tiles.cuh`.
 const MAX_TILES: usize = 64;
@@ -214,7 +214,7 @@ impl Stages {
         let shared_bytes = PACK_BYTES_PER_SLOT * args.num_topk;
         kernels.pack.allow_dynamic_shared(shared_bytes)?;
         let shape = self.one_by_one(args.num_tokens as usize, &args.raise);
-        self.launch(&kernels.pack, self.early(LaunchShape { shared_bytes, ..shape }), args)
+        self.launch(&kernels.pack, LaunchShape { shared_bytes, ..shape }, args)
     }
 
     /// Packs what was counted into `buffers.packed`, or straight into other ranks' rooms, which then hear of it: once their counts
@@ -354,9 +354,9 @@ impl Stages {
         // A block more settles what comes, and one hands on to the host what it is.
         let (num_threads, shared_bytes) = index_block(args.num_experts);
         let shape = LaunchShape::rows(args.num_tiles + num_more, num_threads);
-        self.launch(&self.index, self.early(LaunchShape { shared_bytes, ..shape }), &args)?;
+        self.launch(&self.index, LaunchShape { shared_bytes, ..shape }, &args)?;
         let num_blocks = self.one_by_one(num_tokens, &Raise::none()).grid[0] + num_more;
-        self.launch(&self.unpack, self.early(LaunchShape::rows(num_blocks, NUM_THREADS)), &args)
+        self.launch(&self.unpack, LaunchShape::rows(num_blocks, NUM_THREADS), &args)
     }
 
     /// The computed `buffers.rows` into what goes back: `buffers.back`, or the homes of other ranks, which then hear of it.
@@ -445,11 +445,6 @@ impl Stages {
     /// Experts of this rank.
     pub(super) fn num_experts(&self) -> usize {
         self.forms.travel.placement.local_experts(self.rank).len()
-    }
-
-    /// For kernels that wait for what they follow, where there are such.
-    fn early(&self, shape: LaunchShape) -> LaunchShape {
-        LaunchShape { early: self.gpu.arch() >= Arch::Sm90a, ..shape }
     }
 
     /// A block a token, as many as the device has room for; one at least where somebody has to hear of it.
