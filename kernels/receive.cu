@@ -22,6 +22,8 @@
 static_assert(PAYLOAD_BITS != 4 || !QUANTISE, "what travels as NVFP4 is quantised already");
 
 constexpr u32 kThreads = 256;
+/// Blocks of unpack_tokens on a multiprocessor: values that go through NVFP4 take more registers.
+constexpr u32 kUnpackers = QUANTISE ? 5 : 6;
 
 /// The argument of both; mirrored by `ReceiveArgs` in src/jit/kernels/dispatch.rs.
 struct ReceiveArgs {
@@ -264,7 +266,7 @@ DEVICE void tell_host(const ReceiveArgs& args) {
 }
 
 /// A block a token, any number of blocks, and where the host reads of the step when it is over a first block for that.
-extern "C" __global__ void __launch_bounds__(kThreads, 6) unpack_tokens(const __grid_constant__ ReceiveArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, kUnpackers) unpack_tokens(const __grid_constant__ ReceiveArgs args) {
     const u32 num_before = args.host_totals != nullptr ? 1 : 0, num_blocks = gridDim.x - num_before;
     if (blockIdx.x < num_before) {
         tell_host(args);
