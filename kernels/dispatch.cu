@@ -16,9 +16,10 @@
 
 #include "base.cuh"
 #include "hear.cuh"
-#include "nvfp4.cuh"
+#include "pack_values.cuh"
 #include "payload.cuh"
 #include "peers.cuh"
+#include "placement.cuh"
 #include "tiles.cuh"
 
 constexpr u32 kThreads = 256;
@@ -84,29 +85,11 @@ struct DispatchArgs {
 
 static_assert(sizeof(DispatchArgs) == ARGUMENTS_BYTES, "DispatchArgs is the host's");
 
-/// An expert as the rank that a token goes to for it numbers it.
-struct Owner {
-    u32 rank;
-    u32 local_idx;
-};
-
-/// Contiguous blocks of experts, the first ranks' one larger where they don't divide: src/dispatch/placement.rs.
-DEVICE Owner owner_of(const DispatchArgs& args, u32 expert) {
-    const u32 base = args.num_experts / args.num_ranks, extra = args.num_experts % args.num_ranks;
-    const u32 in_larger = extra * (base + 1);
-    if (expert < in_larger) return {expert / (base + 1), expert % (base + 1)};
-    const u32 rest = expert - in_larger;
-    return {extra + rest / base, rest % base};
-}
-
-/// How many a rank hosts.
-DEVICE u32 num_experts_of(const DispatchArgs& args, u32 rank) {
-    return args.num_experts / args.num_ranks + (rank < args.num_experts % args.num_ranks ? 1 : 0);
-}
+DEVICE Placement placement_of(const DispatchArgs& args) { return {args.num_experts, args.num_ranks}; }
 
 /// Where a token goes for an expert.
 DEVICE Owner destination_of(const DispatchArgs& args, u32 expert) {
-    const Owner owner = owner_of(args, expert);
+    const Owner owner = placement_of(args).owner_of(expert);
     return args.entries == nullptr ? owner : Owner{args.entries[owner.rank], expert};
 }
 
@@ -266,10 +249,10 @@ DEVICE void hand_out(const DispatchArgs& args, const u32* totals, const u32* sta
             args.totals[at] = rows[i];
             if (args.host_totals != nullptr && at < args.num_host_words) args.host_totals[at] = rows[i];
             if (!is_told) continue;
-            const Owner owner = owner_of(args, expert);
+            const Owner owner = placement_of(args).owner_of(expert);
             u32* counts = counts_at(args, owner.rank) + 2 + owner.local_idx;
             *counts = rows[i];
-            if (args.tell.of_step != nullptr) counts[num_experts_of(args, owner.rank)] = of_step[i];
+            if (args.tell.of_step != nullptr) counts[placement_of(args).num_experts_of(owner.rank)] = of_step[i];
         }
     }
     if (!is_told) return;
@@ -350,77 +333,34 @@ DEVICE void pack_values(const DispatchArgs&, const u8* from, const Target* targe
 #else
 /// Writes a token's values to all of its targets, and counts what happened to block scales.
 DEVICE void pack_values(const DispatchArgs& args, const u8* from, const Target* targets, u32 num_targets) {
-    const float* values = reinterpret_cast<const float*>(from);
-#if PAYLOAD_BITS == 4
-    const float inverse_scale = __fdiv_rn(1.0f, args.input_scale);
-    u32 num_saturated = 0, num_zeroed = 0;
-    for (u32 block = threadIdx.x; block < kBlocks; block += kThreads) {
-        float v[16];
-        u32 amax_bits = 0;
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const Word4 words = reinterpret_cast<const Word4*>(values + block * 16)[i];
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                v[4 * i + j] = as_float(words.v[j]);
-                amax_bits = max(amax_bits, nvfp4::magnitude_bits(v[4 * i + j]));
-            }
-        }
-        const nvfp4::BlockScale scale = nvfp4::block_scale(amax_bits, inverse_scale);
-        num_saturated += scale.saturated ? num_targets : 0;
-        num_zeroed += scale.zeroed ? num_targets : 0;
-        const u64 low = nvfp4::pack_eight(v, scale.factor), high = nvfp4::pack_eight(v + 8, scale.factor);
-        for (u32 target = 0; target < num_targets; ++target) {
-            u8* row = targets[target].row;
-            reinterpret_cast<u64*>(row)[block] = high << 32 | low;
-            row[HIDDEN / 2 + block] = static_cast<u8>(scale.bits);
-        }
+    const float inverse_scale = kHasScales ? __fdiv_rn(1.0f, args.input_scale) : 0.0f;
+    QuantCounts counts = {0, 0};
+    // Whole warps go on together where lanes make a word of scales.
+    for (u32 at = threadIdx.x; at - (kHasScales ? threadIdx.x % kWarp : 0) < kPieces; at += kThreads) {
+        float v[kPieceValues];
+        load_values(reinterpret_cast<const float*>(from), min_of(at, kPieces - 1), v);
+        pack_values(
+            v, at, inverse_scale, num_targets, counts,
+            [&](u32 word, const u32(&words)[kPieceWords]) {
+                for (u32 target = 0; target < num_targets; ++target) store_words(targets[target].row + 4 * word, words);
+            },
+            [&](u32 word, u32 scales) {
+                for (u32 target = 0; target < num_targets; ++target) {
+                    reinterpret_cast<u32*>(targets[target].row)[word] = scales;
+                }
+            });
     }
-    // NOTE: whole warps come here, with or without a block.
-    num_saturated = __reduce_add_sync(kAllLanes, num_saturated);
-    num_zeroed = __reduce_add_sync(kAllLanes, num_zeroed);
-    if (threadIdx.x % kWarp == 0 && num_saturated != 0) atomicAdd(args.counts, static_cast<u64>(num_saturated));
-    if (threadIdx.x % kWarp == 0 && num_zeroed != 0) atomicAdd(args.counts + 1, static_cast<u64>(num_zeroed));
-#elif PAYLOAD_BITS == 32
-    for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
-        const Word4 words = *reinterpret_cast<const Word4*>(values + column);
-        for (u32 target = 0; target < num_targets; ++target) {
-            *reinterpret_cast<Word4*>(targets[target].row + column * 4) = words;
-        }
-    }
-#else
-    for (u32 column = threadIdx.x * 8; column < HIDDEN; column += kThreads * 8) {
-        const Word4 low = *reinterpret_cast<const Word4*>(values + column);
-        const Word4 high = *reinterpret_cast<const Word4*>(values + column + 4);
-        Word4 words;
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-            words.v[i] = pack_bf16(as_float(low.v[2 * i]), as_float(low.v[2 * i + 1]));
-            words.v[2 + i] = pack_bf16(as_float(high.v[2 * i]), as_float(high.v[2 * i + 1]));
-        }
-        for (u32 target = 0; target < num_targets; ++target) {
-            *reinterpret_cast<Word4*>(targets[target].row + column * 2) = words;
-        }
-    }
-#endif
+    if (kHasScales) counts.flush(args.counts);
 }
 #endif
 
-/// Local ids and weights of all slots, -1 and 0 where another rank hosts them, and zeros around them.
+/// Local ids and weights of all slots, -1 and 0 where another rank hosts them, and zeros behind them.
 DEVICE void pack_slots(const DispatchArgs& args, const Slot* slots, const Target* targets, u32 num_targets) {
-    const u32 weights_at = kIdsAt + 4 * args.num_topk, end = weights_at + 4 * args.num_topk;
-    for (u32 i = threadIdx.x; i < num_targets * args.num_topk; i += kThreads) {
-        const Target target = targets[i / args.num_topk];
-        const u32 slot = i % args.num_topk;
-        const bool is_here = slots[slot].rank == target.rank;
-        u8* row = target.row;
-        *reinterpret_cast<u32*>(row + kIdsAt + 4 * slot) = is_here ? slots[slot].local_idx : kNoRow;
-        *reinterpret_cast<float*>(row + weights_at + 4 * slot) = is_here ? slots[slot].weight : 0.0f;
-    }
-    for (u32 target = threadIdx.x; target < num_targets; target += kThreads) {
-        u8* row = targets[target].row;
-        for (u32 at = kPayloadBytes; at < kIdsAt; ++at) row[at] = 0;
-        for (u32 at = end; at < args.row_bytes; at += 4) *reinterpret_cast<u32*>(row + at) = 0;
+    const u32 num_words = static_cast<u32>(args.row_bytes - kIdsAt) / 4;
+    for (u32 i = threadIdx.x; i < num_targets * num_words; i += kThreads) {
+        const Target target = targets[i / num_words];
+        const u32 word = i % num_words;
+        reinterpret_cast<u32*>(target.row + kIdsAt)[word] = slot_word(slots, args.num_topk, target.rank, word);
     }
 }
 

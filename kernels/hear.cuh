@@ -50,6 +50,8 @@ struct Tell {
 constexpr u32 kWordsOfAlarm = 4;
 /// Kinds of alarms.
 constexpr u64 kLate = 1, kOther = 2;
+/// The phase of tagged tokens.
+constexpr u64 kTokens = 1;
 
 DEVICE u64 now_ns() {
     u64 ns;
@@ -124,6 +126,38 @@ DEVICE void wait_for_all(const Hear& hear) {
     }
     __syncwarp();
 }
+
+DEVICE u64 load_relaxed_system(u64 address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+/// Whether a tagged word is not that of the chunk whose flags hold `word`.
+DEVICE bool is_missing(u64 seen, u64 word) { return (seen ^ word) >> 32 != 0; }
+
+/// Of a thread that reads tagged words again and again until all have come.
+struct Patience {
+    u64 begin = 0;
+    u32 round = 0;
+
+    /// Whether to read again what `source` has not sent; `seen` is there instead. If not, the alarm is raised, once a block.
+    DEVICE bool lasts(const Hear& hear, u32 source, u64 seen, u32* is_raised) {
+        if (++round <= 64) return true;
+        if (begin == 0) begin = now_ns();
+        pause();
+        const u64 alarm = hear.regions[hear.rank] + hear.alarms_at + 8 * kWordsOfAlarm * source;
+        const u64 state = load_acquire_system(alarm);
+        if (state == 0 && now_ns() - begin <= hear.limit_ns) return true;
+        if (atomicExch(is_raised, 1u) != 0) return false;
+        const u64* cell = reinterpret_cast<const u64*>(alarm);
+        const u64 late = 1ull << 63 | kLate << 56 | kTokens << 48 | static_cast<u64>(hear.rank) << 24 | source;
+        // Layer and step are not in a tag: of what came last the epoch alone is known.
+        if (state != 0) raise_alarm(hear, source, state, cell[1], cell[2]);
+        else raise_alarm(hear, source, late, word_of(hear), seen & 0xffffffff00000000ull);
+        return false;
+    }
+};
 
 DEVICE Word4 load_volatile4(u64 address) {
     Word4 w;

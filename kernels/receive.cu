@@ -12,14 +12,11 @@
 
 #include "base.cuh"
 #include "hear.cuh"
-#include "nvfp4.cuh"
 #include "payload.cuh"
 #include "peers.cuh"
-#include "requantise.cuh"
 #include "settle.cuh"
 #include "tiles.cuh"
-
-static_assert(PAYLOAD_BITS != 4 || !QUANTISE, "what travels as NVFP4 is quantised already");
+#include "unpack_values.cuh"
 
 constexpr u32 kThreads = 256;
 /// Blocks of unpack_tokens on a multiprocessor: values that go through NVFP4 take more registers.
@@ -173,84 +170,18 @@ extern "C" __global__ void __launch_bounds__(kThreads) index_slots(const __grid_
     walk<true>(args, runs, part, num_rows, num_rows + args.num_experts);
 }
 
-#if QUANTISE
-/// 16 values of a token.
-DEVICE void load_block(const u8* row, u32 block, float (&v)[16]) {
-    constexpr u32 kWords = PAYLOAD_BITS / 8;
-    const Word4* words = reinterpret_cast<const Word4*>(row) + block * kWords;
-#pragma unroll
-    for (u32 i = 0; i < kWords; ++i) {
-        const Word4 word = words[i];
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) {
-#if PAYLOAD_BITS == 32
-            v[4 * i + j] = as_float(word.v[j]);
-#else
-            v[8 * i + 2 * j] = as_float(word.v[j] << 16);
-            v[8 * i + 2 * j + 1] = as_float(word.v[j] & 0xffff0000u);
-#endif
-        }
-    }
-}
-#endif
-
-#if PAYLOAD_BITS == 4
-/// The value of an e2m1 code: as if its exponent were f32's, then scaled by 2^126, which is exact.
-DEVICE float e2m1_value(u32 code) {
-    const float magnitude = __fmul_rn(as_float((code & 7u) << 22), as_float((127u + 126u) << 23));
-    return as_float(as_bits(magnitude) | (code & 8u) << 28);
-}
-#endif
-
 /// A token's values to bf16. All threads of a block call it.
 DEVICE void unpack_values(const ReceiveArgs& args, const u8* row, u8* to) {
-#if PAYLOAD_BITS == 4
-    for (u32 block = threadIdx.x; block < kBlocks; block += kThreads) {
-        const u64 codes = reinterpret_cast<const u64*>(row)[block];
-        const float scale = nvfp4::e4m3_decode(row[HIDDEN / 2 + block]);
-        Word4 words[2];
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-            const u32 pair = static_cast<u32>(codes >> (8 * i)) & 0xffu;
-            // Six significant bits: exact in bf16.
-            const float low = __fmul_rn(e2m1_value(pair & 15u), scale), high = __fmul_rn(e2m1_value(pair >> 4), scale);
-            words[i / 4].v[i % 4] = pack_bf16(low, high);
-        }
-        reinterpret_cast<Word4*>(to)[2 * block] = words[0];
-        reinterpret_cast<Word4*>(to)[2 * block + 1] = words[1];
-    }
-#elif QUANTISE
-    const float inverse_scale = __fdiv_rn(1.0f, args.input_scale);
+    const float inverse_scale = QUANTISE ? __fdiv_rn(1.0f, args.input_scale) : 0.0f;
     QuantCounts counts = {0, 0};
-    for (u32 block = threadIdx.x; block < kBlocks; block += kThreads) {
-        float v[16];
-        load_block(row, block, v);
-        u32 amax_bits = 0;
-#pragma unroll
-        for (u32 i = 0; i < 16; ++i) amax_bits = max(amax_bits, nvfp4::magnitude_bits(v[i]));
-        const BlockScale scale = block_scale(amax_bits, inverse_scale);
-        counts.add(scale);
-        Word4 words[2];
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) {
-            words[i / 4].v[i % 4] = pack_bf16(requantise(v[2 * i], scale), requantise(v[2 * i + 1], scale));
-        }
-        reinterpret_cast<Word4*>(to)[2 * block] = words[0];
-        reinterpret_cast<Word4*>(to)[2 * block + 1] = words[1];
+    for (u32 piece = threadIdx.x; piece < kReadPieces; piece += kThreads) {
+        u32 words[kReadWords], made[kMadeWords];
+        load_words(row + piece * kReadWords * 4, words);
+        const u32 scale = kReadsScales ? row[HIDDEN / 2 + piece] : 0;
+        unpack_piece(words, scale, inverse_scale, counts, made);
+        store_words(to + piece * kMadeWords * 4, made);
     }
-    counts.flush(args.counts);
-#elif PAYLOAD_BITS == 32
-    for (u32 column = threadIdx.x * 4; column < HIDDEN; column += kThreads * 4) {
-        const Word4 words = *reinterpret_cast<const Word4*>(row + column * 4);
-        const u64 low = pack_bf16(as_float(words.v[0]), as_float(words.v[1]));
-        const u64 high = pack_bf16(as_float(words.v[2]), as_float(words.v[3]));
-        *reinterpret_cast<u64*>(to + column * 2) = high << 32 | low;
-    }
-#else
-    for (u32 piece = threadIdx.x; piece < HIDDEN / 8; piece += kThreads) {
-        reinterpret_cast<Word4*>(to)[piece] = reinterpret_cast<const Word4*>(row)[piece];
-    }
-#endif
+    if (QUANTISE) counts.flush(args.counts);
 }
 
 /// What the host reads of a step that it did not follow.

@@ -3,29 +3,11 @@
 #pragma once
 
 #include "base.cuh"
+#include "live.cuh"
 #include "peers.cuh"
 
 /// Warps of a block that settles, at most.
 constexpr u32 kMaxSettlers = 8;
-
-/// Numbers of a step that lie on the device; mirrored by `Live` in src/jit/kernels/live.rs.
-struct Live {
-    /// What flags hold, from the host.
-    u64 word;
-    /// Tokens that this rank brings, from the host.
-    u32 num_tokens;
-    u32 unused;
-    /// Tokens that come, and rows of this rank's experts.
-    u32 num_received;
-    u32 num_rows;
-    /// 1: more than there is room for were told; then none come.
-    u32 is_over;
-    u32 padding;
-    /// Where what comes lies, by source.
-    Run arrived[kMaxPeers];
-    /// Where rows go home to.
-    Run homes[kMaxPeers];
-};
 
 /// Where it is told and settled; mirrored by `SettleArgs` there.
 struct SettleArgs {
@@ -54,15 +36,10 @@ struct SettleArgs {
     u32 max_rows;
 };
 
-static_assert(sizeof(Live) == 32 + 2 * kMaxPeers * sizeof(Run), "Live has no holes");
-
 /// The words of a rank. Flags of counts have been heard, by a kernel before this one.
 DEVICE u32 told_of(const SettleArgs& args, u32 rank, u32 word) {
     return args.told[static_cast<u64>(rank) * args.num_words + word];
 }
-
-/// A run that begins behind `first` rows.
-DEVICE Run run_behind(u64 address, u64 first, u64 count, u64 bytes) { return {address - first * bytes, first + count}; }
 
 /// Where tokens of every rank lie, for a block.
 struct Arrived {

@@ -10,7 +10,8 @@
 //!                                    of the whole step where it was cut
 //! rooms    [num_ranks, room_bytes]   tokens from each rank
 //! homes    [home_bytes] of even chunks, [home_bytes] of odd ones    rows that come home, by the rank that they come from
-//! tagged   [num_ranks, tagged_bytes] few tokens from each rank: words of 4 bytes, each with its chunk's epoch behind it
+//! tagged   [num_ranks, tagged_bytes] few tokens from each rank, behind how many they are and where its home begins: words of 4
+//!                                    bytes, each with its chunk's epoch behind it
 //! ```
 //!
 //! Nothing is taken back and nothing is acknowledged. In a chunk a rank raises its three flags at every rank, itself included,
@@ -20,10 +21,11 @@
 //! which chunks overlap send rows home with no counts between them ([`crate::dispatch::overlap::turns`]), so that homes, and the
 //! flags of rows, take turns. `model` tries it.
 //!
-//! Few tokens of a whole step ([`are_tagged`]) don't wait for counts: each word says of which chunk it is, and whoever stores them
-//! has had everybody's rows of the chunk before, which are behind the taking of its tokens.
+//! Few tokens of a whole step ([`are_tagged`]) don't wait for counts, and have no room: each word says of which chunk it is, and
+//! whoever stores them has had everybody's rows of the chunk before, which are behind the taking of its tokens.
 
 use crate::dispatch::capacity::BufferSizes;
+use crate::dispatch::placement::Placement;
 use crate::ids::{LayerIdx, Rank};
 
 /// The most ranks that store into each other. `kMaxPeers` in `kernels/peers.cuh`.
@@ -34,19 +36,38 @@ pub const ALARM_WORDS: usize = 4;
 
 /// Tokens of a rank up to which a whole step's travel tagged: a word and its chunk's epoch in one store of 8 bytes, of which
 /// both halves are seen or neither, so that no fence, no flag and no counts are between a token and who waits for it. It doubles
-/// the bytes and takes a kernel more. On one H200 (2026-12-01), where no way is saved, a replayed dispatch of 1 and 8 tokens of
-/// 7 KB took as long as by flags, one of 16 took 0.9 us more and one of 32 2.4 us; between two a way with its fence is some 1.4
-/// to 2.7 us. How they compare there is unmeasured.
+/// the bytes.
 pub const MAX_TAGGED_TOKENS: usize = 16;
 
-/// Whether tokens of a chunk of up to `chunk_tokens` tokens a rank are tagged; where chunks take turns they are not.
+/// Slots of a tagged token, at most. `kMaxTopk` in `kernels/few.cuh`.
+const MAX_TAGGED_TOPK: usize = 64;
+
+/// Shared memory of a block that counts what leaves, or numbers what comes: less than every GPU has.
+const MAX_TAGGED_SHARED_BYTES: usize = 64 << 10;
+
+/// Whether tokens of a chunk of up to `chunk_tokens` tokens a rank, of `num_topk` slots, are tagged; where chunks take turns they
+/// are not, nor where a block can't number them. All of it is equal on all ranks.
 #[must_use]
-pub fn are_tagged(chunk_tokens: usize, takes_turns: bool) -> bool {
-    chunk_tokens <= MAX_TAGGED_TOKENS && !takes_turns
+pub fn are_tagged((chunk_tokens, num_topk): (usize, usize), placement: Placement, takes_turns: bool) -> bool {
+    chunk_tokens <= MAX_TAGGED_TOKENS
+        && num_topk <= MAX_TAGGED_TOPK
+        && tagged_shared_bytes((chunk_tokens, num_topk), placement) <= MAX_TAGGED_SHARED_BYTES
+        && !takes_turns
 }
 
-/// Bytes of a tagged word for each of its own.
+/// Dynamic shared memory of `kernels/few.cu`: rows of every expert for who tells; or for who makes the index, rows of each of a
+/// rank's experts in each of 16 ranges of slots, and the expert of each slot.
+#[must_use]
+pub fn tagged_shared_bytes((chunk_tokens, num_topk): (usize, usize), placement: Placement) -> usize {
+    let num_slots = chunk_tokens.saturating_mul(num_topk).saturating_mul(placement.num_ranks());
+    let num_local_experts = placement.local_experts(Rank(0)).len();
+    let index_bytes = (2 * 16 * num_local_experts).saturating_add(2 * num_slots);
+    index_bytes.max(4 * placement.num_experts()).next_multiple_of(16)
+}
+
+/// Bytes of a tagged word for each of its own; of the two before a rank's tagged tokens.
 const TAGGED_FACTOR: usize = 2;
+const TAGGED_HEAD_BYTES: usize = 16;
 
 /// Homes, which chunks of a step take turns in where they overlap; else all have the first.
 pub const NUM_HOMES: usize = 2;
@@ -125,7 +146,8 @@ impl Rooms {
         let most = num_tokens[0].max(num_tokens[1]);
         Self {
             room_bytes: most.saturating_mul(sizes.token_bytes),
-            tagged_bytes: most.min(MAX_TAGGED_TOKENS).saturating_mul(TAGGED_FACTOR * sizes.token_bytes),
+            tagged_bytes: most.min(MAX_TAGGED_TOKENS).saturating_mul(TAGGED_FACTOR * sizes.token_bytes)
+                + TAGGED_HEAD_BYTES,
             home_bytes: num_tokens.map(|tokens| tokens.saturating_mul(home_rows).saturating_mul(sizes.return_bytes)),
         }
     }
@@ -421,6 +443,24 @@ mod tests {
         assert!(never.to_string().ends_with("the last it had was nothing"), "{never}");
     }
 
+    /// Of the layers that are known all are, over any number of ranks; more than a block has room for is not.
+    #[test]
+    fn tokens_are_tagged_where_a_block_can_number_them() {
+        for num_ranks in [1, 2, 8, 64] {
+            for (num_experts, num_topk) in [(896, 16), (256, 8), (384, 8), (128, 8), (512, 10)] {
+                let placement = Placement::new(num_experts, num_ranks);
+                assert!(are_tagged((MAX_TAGGED_TOKENS, num_topk), placement, false), "{num_experts} over {num_ranks}");
+                assert!(!are_tagged((MAX_TAGGED_TOKENS, num_topk), placement, true));
+                assert!(!are_tagged((MAX_TAGGED_TOKENS + 1, num_topk), placement, false));
+                assert!(!are_tagged((1, MAX_TAGGED_TOPK + 1), placement, false));
+            }
+        }
+        assert!(!are_tagged((1, 1), Placement::new(3000, 1), false), "rows of so many experts");
+        assert!(are_tagged((1, 1), Placement::new(3000, 2), false));
+        assert!(!are_tagged((16, 64), Placement::new(64, 64), false), "so many slots");
+        assert!(are_tagged((4, 64), Placement::new(64, 64), false));
+    }
+
     #[test]
     fn rooms_are_what_the_plan_of_buffers_counts() {
         use crate::dispatch::capacity::BufferPlan;
@@ -443,9 +483,9 @@ mod tests {
                 let rooms = Rooms::new(&RowSizes::from(&sizes), [tokens, 0]);
                 let tagged = tagged_plan_bytes(&sizes, tokens);
                 assert_eq!((rooms.tagged_bytes * num_ranks) as u64, tagged);
-                assert!(
-                    rooms.tagged_bytes >= if are_tagged(tokens, false) { 2 * tokens * sizes.token_bytes } else { 0 }
-                );
+                let is_tagged = are_tagged((tokens, num_topk), Placement::new(60, num_ranks), false);
+                assert_eq!(is_tagged, tokens <= MAX_TAGGED_TOKENS);
+                assert!(!is_tagged || rooms.tagged_bytes >= 16 + 2 * tokens * sizes.token_bytes);
             }
             assert!(rooms.home_bytes[0] as u64 <= plan.return_bytes && rooms.home_bytes[1] == 0);
             // Half of it, or as many again, in a second home.

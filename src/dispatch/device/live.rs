@@ -8,6 +8,7 @@ use std::mem::offset_of;
 
 use bytemuck::Zeroable;
 
+use super::few::{Few, Sides};
 use super::stages::{LiveRuns, narrow};
 use super::{Buffers, DeviceTokens, DeviceTransport, Way};
 use crate::cuda::{DeviceBuffer, PinnedBuffer};
@@ -15,7 +16,7 @@ use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{ReceivedCounts, SentCounts};
 use crate::dispatch::nvlink::Push;
-use crate::dispatch::region::{Flag, MAX_PEERS, Rooms, are_tagged};
+use crate::dispatch::region::{Flag, MAX_PEERS, Rooms};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::jit::kernels::live::{FromHost, Live, SettleArgs};
 use crate::jit::kernels::nvlink::{Hear, Run};
@@ -174,20 +175,18 @@ impl DeviceTransport {
         (extent, push): (LiveExtent, Option<&Push>),
     ) -> Result<(), CarryError> {
         let push = push.map(|push| push.with_live_word(live.word_address()));
+        if let (Some(push), Way::Pushed(nvlink)) = (&push, &self.way)
+            && self.are_tagged((extent.max_tokens, extent.num_topk))
+        {
+            let few = Few { max_tokens: extent.max_tokens, live: live.at(0), of_step: 0 };
+            return Ok(self.queue_few(buffers, tokens, (nvlink, push), (few, Sides::Both))?);
+        }
         let (mut hear, mut told) = (Hear::none(), (0, 0));
         if let (Some(push), Way::Pushed(nvlink)) = (&push, &self.way) {
             self.stages.count_and_tell(buffers, tokens, Some(nvlink.telling(push, 0)?), false)?;
             told = nvlink.host_told(push)?;
-            if are_tagged(extent.max_tokens, self.takes_turns) {
-                let row_bytes = self.stages.forms().travel.layout(extent.num_topk).row_bytes();
-                self.stages.pack(buffers, tokens, None)?;
-                nvlink.send_tagged(&self.gpu, push, (&buffers.packed, &buffers.totals), row_bytes)?;
-                nvlink.queue_hear(&self.gpu, push, Flag::Counts)?;
-                nvlink.take_tagged(&self.gpu, push, row_bytes)?;
-            } else {
-                self.stages.pack(buffers, tokens, Some((push, nvlink.hearing(push, Flag::Counts)?)))?;
-                hear = nvlink.hearing(push, Flag::Tokens)?;
-            }
+            self.stages.pack(buffers, tokens, Some((push, nvlink.hearing(push, Flag::Counts)?)))?;
+            hear = nvlink.hearing(push, Flag::Tokens)?;
         } else {
             self.stages.count_and_tell(buffers, tokens, None, false)?;
             self.stages.pack(buffers, tokens, None)?;

@@ -8,6 +8,7 @@
 
 mod buffers;
 mod echo;
+mod few;
 mod live;
 mod recording;
 mod stages;
@@ -24,6 +25,8 @@ pub use recording::{Recorded, Recording, RoundTimes};
 pub use stages::{Forms, Stages};
 pub use two_level::TwoLevels;
 
+use few::Few;
+
 use crate::config::Transport;
 use crate::cuda::DeviceBuffer;
 use crate::dispatch::carrier::{Carrier, CarryError, Runs};
@@ -31,7 +34,7 @@ use crate::dispatch::combine::CombineMode;
 use crate::dispatch::counts::{Miscount, ReceivedCounts, SentCounts, message_len};
 use crate::dispatch::nvlink::{Nvlink, Push};
 use crate::dispatch::overlap::set_of;
-use crate::dispatch::region::{Flag, Rooms, RowSizes, are_tagged};
+use crate::dispatch::region::{Flag, Rooms, RowSizes};
 use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::{LayerIdx, Rank};
 use crate::jit::kernels::nvlink::{Hear, Run};
@@ -275,14 +278,13 @@ impl DeviceTransport {
         let push = nvlink.begin(place, rooms, (self.layer, tokens.step), home)?;
         let of_step = self.count_step_for_device(buffers, tokens)?;
         let push = push.telling_step(of_step != 0);
-        self.stages.count_and_tell(buffers, tokens, Some(nvlink.telling(&push, of_step)?), true)?;
-        if are_tagged(chunk_tokens, self.takes_turns) {
-            self.stages.pack(buffers, tokens, None)?;
-            nvlink.send_tagged(&self.gpu, &push, (&buffers.packed, &buffers.totals), row_bytes)?;
-            nvlink.hear(place, &push, Flag::Counts)?;
+        let is_tagged = self.are_tagged((chunk_tokens, num_topk));
+        if is_tagged {
+            let few = Few { max_tokens: chunk_tokens, live: 0, of_step };
+            self.dispatch_few((world, nvlink), buffers, tokens, (&push, few))?;
             self.gpu.move_mark(&mut buffers.counted)?;
-            nvlink.take_tagged(&self.gpu, &push, row_bytes)?;
         } else {
+            self.stages.count_and_tell(buffers, tokens, Some(nvlink.telling(&push, of_step)?), true)?;
             // The host has its counts before tokens are packed, so that they are heard by themselves.
             nvlink.hear(place, &push, Flag::Counts)?;
             self.gpu.move_mark(&mut buffers.counted)?;
@@ -298,7 +300,9 @@ impl DeviceTransport {
         let words: Vec<u32> = told.iter().flat_map(|told| told.counts.iter().copied()).collect();
         let received = ReceivedCounts::new(num_local_experts, &words);
         count_pushed(world, Cargo::Tokens, [&sent.num_tokens, &received.num_tokens], row_bytes);
-        self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
+        if !is_tagged {
+            self.stages.unpack(buffers, &received, num_topk, push.arrived(&received.num_tokens, row_bytes))?;
+        }
         let home_starts = told.iter().map(|told| told.home_start).collect();
         let rows_of = |expert: usize| told.iter().map(|told| told.rows_of_step[expert] as usize).sum();
         let rows_of_step = (of_step != 0).then(|| (0..num_local_experts).map(rows_of).collect());

@@ -7,7 +7,7 @@ use super::live::Coming;
 use super::{Buffers, DeviceTokens};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::combine::CombineMode;
-use crate::dispatch::counts::{ReceivedCounts, SentCounts};
+use crate::dispatch::counts::ReceivedCounts;
 use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::nvlink::{Push, Telling};
 use crate::dispatch::region::{Flag, MAX_PEERS};
@@ -18,6 +18,7 @@ use crate::jit::KernelRequest;
 use crate::jit::kernels::dispatch::{
     CombineArgs, DispatchArgs, NUM_THREADS, PACK_BYTES_PER_SLOT, ReceiveArgs, TravelKernels, count_block, index_block,
 };
+use crate::jit::kernels::few;
 use crate::jit::kernels::nvlink::{Hear, Raise, Run, Tell};
 
 /// Tiles of tokens at most, more tokens make larger ones; and words of a column of their counts. `kMaxTiles` of `kernels/tiles.cuh`.
@@ -61,6 +62,7 @@ pub struct Stages {
     unpack: Function,
     give_back: Function,
     add: Function,
+    pub(super) few: Function,
 }
 
 /// What numbers tokens that leave, or are passed on, and packs them.
@@ -108,7 +110,7 @@ impl Stages {
         let (kernels, arch) = (forms.kernels(), gpu.arch());
         let placement = forms.travel.placement;
         let (_, index_bytes) = index_block(narrow(placement.local_experts(rank).len()));
-        let [dispatch, receive, combine] = kernels.requests(arch);
+        let [dispatch, receive, combine, few] = kernels.requests(arch);
         let (give_back, add) = match forms.travel.mode {
             CombineMode::Slot => (TravelKernels::RETURN_SLOTS, TravelKernels::ADD_SLOTS),
             CombineMode::Rank => (TravelKernels::RETURN_SUMS, TravelKernels::ADD_SUMS),
@@ -122,7 +124,13 @@ impl Stages {
             unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
             give_back: gpu.function(combine.clone(), give_back, 0)?,
             add: gpu.function(combine, add, 0)?,
+            few: gpu.function(few, few::FUNCTION, 0)?,
         })
+    }
+
+    /// Where they run.
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.gpu
     }
 
     /// What they are for.
@@ -181,11 +189,8 @@ impl Stages {
         (num_tokens, num_topk): (usize, usize),
     ) -> Result<(), GpuError> {
         let placement = self.forms.travel.placement;
-        let (num_words, num_columns) = (SentCounts::num_words(placement), 2 * placement.num_ranks());
-        if buffers.host_totals.len() != num_words {
-            buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
-            buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
-        }
+        let num_columns = 2 * placement.num_ranks();
+        self.room_for_totals(buffers)?;
         if buffers.scratch.len() != placement.num_experts() + 1 {
             buffers.scratch = DeviceBuffer::zeroed(self.gpu.stream(), placement.num_experts() + 1)?;
         }
@@ -310,16 +315,11 @@ impl Stages {
         packed: [Run; MAX_PEERS],
         (live, coming): (LiveRuns, Option<Coming>),
     ) -> Result<(), GpuError> {
-        let row_form = self.forms.travel.row_form;
         let (num_experts, num_slots) = (self.num_experts(), num_tokens * num_topk);
         grow(&mut buffers.receive_tiles, (num_experts + 1) * MAX_TILES)?;
-        grow(&mut buffers.tokens, num_tokens * row_form.hidden)?;
-        for of_slots in [&mut buffers.slot_place, &mut buffers.slot_order, &mut buffers.slot_row] {
-            grow(of_slots, num_slots)?;
-        }
-        grow(&mut buffers.weights, num_slots)?;
-        grow(&mut buffers.row_token, num_rows)?;
-        grow(&mut buffers.return_rows, num_rows)?;
+        grow(&mut buffers.slot_place, num_slots)?;
+        grow(&mut buffers.slot_order, num_slots)?;
+        self.room_for_rows(buffers, (num_tokens, num_rows), num_topk)?;
         let num_more = u32::from(coming.is_some());
         let Coming { hear, settle, totals, num_totals, told } = coming.unwrap_or_else(Coming::nothing);
         let args = ReceiveArgs {

@@ -4,6 +4,7 @@
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
+mod few;
 mod two_levels;
 
 use super::{Buffers, DeviceTokens, Forms, Stages};

@@ -10,6 +10,7 @@ mod join;
 
 use std::cell::RefCell;
 
+use bytemuck::Zeroable;
 pub use error::NvlinkError;
 pub use join::{NvlinkOptions, Prepared};
 
@@ -17,6 +18,7 @@ use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::region::{ALARM_WORDS, Alarm, ChunkTag, Flag, MAX_PEERS, Region, Rooms};
 use crate::gpu::{Gpu, GpuError, Mark, count_growth};
 use crate::ids::{LayerIdx, Rank};
+use crate::jit::kernels::few::FewArgs;
 use crate::jit::kernels::nvlink::{Hear, NvlinkArgs, NvlinkKernels, Raise, Run, Tell};
 use crate::world::World;
 use join::{Opened, Own};
@@ -42,20 +44,13 @@ pub struct Nvlink {
 struct Functions {
     greet: Function,
     hear: Function,
-    send: Function,
-    take: Function,
 }
 
 impl Functions {
     fn load(gpu: &Gpu) -> Result<Self, GpuError> {
         let request = NvlinkKernels.request(gpu.arch());
         let load = |name| gpu.function(request.clone(), name, 0);
-        Ok(Self {
-            greet: load(NvlinkKernels::GREET)?,
-            hear: load(NvlinkKernels::HEAR)?,
-            send: load(NvlinkKernels::SEND)?,
-            take: load(NvlinkKernels::TAKE)?,
-        })
+        Ok(Self { greet: load(NvlinkKernels::GREET)?, hear: load(NvlinkKernels::HEAR)? })
     }
 }
 
@@ -316,12 +311,22 @@ impl Nvlink {
     /// # Errors
     /// If the driver fails, or ranks that share a GPU see an alarm.
     pub fn hear(&self, (world, lane): (&World, &Gpu), push: &Push, flag: Flag) -> Result<(), NvlinkError> {
-        if self.with(|state| Ok(state.opened.shares_gpus))? {
-            lane.count_wait();
-            self.wait_for_all((world, lane), STORING)?;
-            world.barrier();
+        if self.shares_gpus() {
+            self.meet((world, lane))?;
         }
         self.queue_hear(lane, push, flag)
+    }
+
+    /// Waits until all ranks have stored what they have queued; collective. Ranks that share a GPU do, before each wait of a
+    /// kernel.
+    ///
+    /// # Errors
+    /// If the driver fails, or there is an alarm.
+    pub fn meet(&self, (world, lane): (&World, &Gpu)) -> Result<(), NvlinkError> {
+        lane.count_wait();
+        self.wait_for_all((world, lane), STORING)?;
+        world.barrier();
+        Ok(())
     }
 
     /// Whether some of the ranks share a GPU, so that they wait on their hosts.
@@ -342,35 +347,26 @@ impl Nvlink {
         })
     }
 
-    /// Queues the way of `packed`, tokens of `row_bytes` by destination as `totals` counts them, into every rank's memory with
-    /// their tags: before anybody's counts are heard, which says that all have had room.
-    ///
-    /// # Errors
-    /// If the driver fails.
-    pub fn send_tagged(
-        &self,
-        lane: &Gpu,
-        push: &Push,
-        (packed, totals): (&DeviceBuffer<u8>, &DeviceBuffer<u32>),
-        row_bytes: usize,
-    ) -> Result<(), NvlinkError> {
-        self.with(|state| {
-            let (packed, totals) = (packed.address(), totals.address());
-            let args =
-                NvlinkArgs { packed, totals, row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
-            self.launch(lane, &self.functions.send, NvlinkKernels::tagged_shape(args.hear.num_ranks), &args)
-        })
-    }
-
-    /// Queues a wait for everybody's, whose counts have been heard: they then lie where those that are not tagged do.
-    ///
-    /// # Errors
-    /// If the driver fails.
-    pub fn take_tagged(&self, lane: &Gpu, push: &Push, row_bytes: usize) -> Result<(), NvlinkError> {
-        self.with(|state| {
-            let args = NvlinkArgs { row_bytes: row_bytes as u64, ..self.args(state, push, Flag::Tokens) };
-            self.launch(lane, &self.functions.take, NvlinkKernels::tagged_shape(args.hear.num_ranks), &args)
-        })
+    /// What a few tokens of `push` need of the memory that ranks share: counts and tagged tokens, and where rows come home. The
+    /// rest is the layer's.
+    #[must_use]
+    pub fn few(&self, push: &Push) -> FewArgs {
+        let fill = |state: &mut State| {
+            let NvlinkArgs { hear, counts_at, num_words, num_heard, .. } = self.args(state, push, Flag::Counts);
+            let region = &state.own.region;
+            Ok(FewArgs {
+                hear,
+                host_counts: state.host_counts.address(),
+                counts_at,
+                tagged_at: region.tagged_at(0) as u64,
+                tagged_bytes: region.rooms().tagged_bytes as u64,
+                home_at: region.home_at(push.home) as u64,
+                num_words,
+                num_heard,
+                ..FewArgs::zeroed()
+            })
+        };
+        self.with(fill).unwrap_or_else(|_| FewArgs::zeroed())
     }
 
     /// What every rank told, once a mark behind hearing it has come. `max_tokens` bounds every rank's tokens.
@@ -457,17 +453,10 @@ impl Nvlink {
         };
         NvlinkArgs {
             hear,
-            totals: 0,
             host_counts: 0,
             counts_at: region.counts_at() as u64,
             num_words: narrow(region.num_words()),
             num_heard: narrow(region.num_told(push.tells_step)),
-            packed: 0,
-            row_bytes: 0,
-            tagged_at: region.tagged_at(0) as u64,
-            tagged_bytes: region.rooms().tagged_bytes as u64,
-            rooms_at: region.room_at(0) as u64,
-            room_bytes: region.rooms().room_bytes as u64,
         }
     }
 

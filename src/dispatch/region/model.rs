@@ -177,14 +177,20 @@ impl Writer {
     fn dispatch_few(&mut self, lane: usize, word: u64) {
         let (rank, region) = (self.rank, self.region);
         let counts = move |rank: usize| region.counts_at() + 4 * region.num_words() * rank;
+        self.store_all(lane, region.tagged_at(rank), word);
         self.store_all(lane, counts(rank), word);
         self.raise(lane, (Flag::Counts, 0), word);
-        self.store_all(lane, region.tagged_at(rank), word);
+        let take = |writer: &mut Self| writer.all(lane, |from| Op::Hear { at: region.tagged_at(from), word });
+        // Blocks of one launch, in no order: some ranks come to either first.
+        let takes_first = rank.is_multiple_of(2);
+        if takes_first {
+            take(self);
+        }
         self.hear(lane, (Flag::Counts, 0), word);
         self.all(lane, |from| Op::Read { at: counts(from), word });
-        self.all(lane, |from| Op::Hear { at: region.tagged_at(from), word });
-        self.all(lane, |from| Op::Store { to: rank, at: region.room_at(from), word });
-        self.all(lane, |from| Op::Read { at: region.room_at(from), word });
+        if !takes_first {
+            take(self);
+        }
     }
 
     fn experts(&mut self, set: usize, word: u64) {

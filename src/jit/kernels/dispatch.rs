@@ -4,7 +4,11 @@ use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
-use super::super::source::{BASE, HEAR, KernelSource, NVFP4, PAYLOAD, PEERS, REQUANTISE, SETTLE, TILES};
+use super::super::source::{
+    BASE, HEAR, KernelSource, LIVE, NVFP4, PACK_VALUES, PAYLOAD, PEERS, PLACEMENT, REQUANTISE, SETTLE, TILES,
+    UNPACK_VALUES,
+};
+use super::few;
 use super::live::SettleArgs;
 use super::nvlink::{Hear, Raise, Run, Tell};
 use crate::dispatch::layout::{CombineForm, PayloadForm};
@@ -13,12 +17,12 @@ use crate::dispatch::region::MAX_PEERS;
 const DISPATCH: KernelSource = KernelSource {
     name: "dispatch",
     main: include_str!("../../../kernels/dispatch.cu"),
-    headers: &[BASE, HEAR, NVFP4, PAYLOAD, PEERS, TILES],
+    headers: &[BASE, HEAR, NVFP4, PACK_VALUES, PAYLOAD, PEERS, PLACEMENT, REQUANTISE, TILES],
 };
 const RECEIVE: KernelSource = KernelSource {
     name: "receive",
     main: include_str!("../../../kernels/receive.cu"),
-    headers: &[BASE, HEAR, NVFP4, PAYLOAD, PEERS, REQUANTISE, SETTLE, TILES],
+    headers: &[BASE, HEAR, LIVE, NVFP4, PAYLOAD, PEERS, REQUANTISE, SETTLE, TILES, UNPACK_VALUES],
 };
 const COMBINE: KernelSource =
     KernelSource { name: "combine", main: include_str!("../../../kernels/combine.cu"), headers: &[BASE, PEERS, TILES] };
@@ -201,12 +205,25 @@ impl TravelKernels {
     /// The kernels of what arrives.
     #[must_use]
     pub fn receive(&self, arch: Arch) -> KernelRequest {
-        let is_quantised = matches!(self.payload, PayloadForm::Nvfp4 { .. });
         KernelRequest::new(RECEIVE, arch)
             .with_arguments::<ReceiveArgs>()
             .with("HIDDEN", self.hidden)
             .with("PAYLOAD_BITS", self.payload_bits())
-            .with("QUANTISE", self.quantise && !is_quantised)
+            .with("QUANTISE", self.quantises_arrived())
+    }
+
+    /// Whether values go through NVFP4 where they arrive, not having travelled in it.
+    fn quantises_arrived(&self) -> bool {
+        self.quantise && !matches!(self.payload, PayloadForm::Nvfp4 { .. })
+    }
+
+    /// The kernel of a few tokens between devices that store into each other's memory.
+    #[must_use]
+    pub fn few(&self, arch: Arch) -> KernelRequest {
+        few::request(arch)
+            .with("HIDDEN", self.hidden)
+            .with("PAYLOAD_BITS", self.payload_bits())
+            .with("QUANTISE", self.quantises_arrived())
     }
 
     /// The kernels of the way back.
@@ -224,8 +241,8 @@ impl TravelKernels {
 
     /// All of them that one level has.
     #[must_use]
-    pub fn requests(&self, arch: Arch) -> [KernelRequest; 3] {
-        [self.dispatch(arch), self.receive(arch), self.combine(arch)]
+    pub fn requests(&self, arch: Arch) -> [KernelRequest; 4] {
+        [self.dispatch(arch), self.receive(arch), self.combine(arch), self.few(arch)]
     }
 }
 

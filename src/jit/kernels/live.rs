@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 use super::nvlink::Run;
 use crate::dispatch::region::MAX_PEERS;
 
-/// What lies on the device; see the struct of that name in `kernels/settle.cuh`.
+/// What lies on the device; see the struct of that name in `kernels/live.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 #[expect(missing_docs, reason = "the kernels' header says what each is")]

@@ -7,6 +7,7 @@ pub mod deal;
 mod dense;
 pub mod dispatch;
 mod echo;
+pub mod few;
 mod gated;
 pub mod grouped_gemm;
 pub mod live;

@@ -121,28 +121,18 @@ impl Tell {
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct NvlinkArgs {
     pub hear: Hear,
-    pub totals: u64,
     pub host_counts: u64,
     pub counts_at: u64,
     pub num_words: u32,
     pub num_heard: u32,
-    pub packed: u64,
-    pub row_bytes: u64,
-    pub tagged_at: u64,
-    pub tagged_bytes: u64,
-    pub rooms_at: u64,
-    pub room_bytes: u64,
 }
 
-/// `kTaggedParts` and `kTaggedThreads` there: a word of two tokens of 7 KB for each thread.
-const TAGGED_PARTS: u32 = 16;
-const TAGGED_THREADS: u32 = 256;
-/// Threads of `greet`, `kMaxPeers` of `kernels/peers.cuh`.
-const GREET_THREADS: u32 = 64;
-const _: () = assert!(GREET_THREADS as usize == MAX_PEERS, "greet has a thread a rank");
-/// `kHearWarps` there.
+/// `kHearWarps` of `kernels/nvlink.cu`.
 const HEAR_WARPS: u32 = 8;
 const WARP: u32 = 32;
+/// A thread a rank.
+const GREET_THREADS: u32 = 64;
+const _: () = assert!(MAX_PEERS == GREET_THREADS as usize, "greet has a thread for each rank");
 const _: () = assert!(MAX_PEERS <= (HEAR_WARPS * NUM_TRAVEL_MULTIPROCESSORS) as usize, "hear takes too many blocks");
 
 /// The kernels by which ranks tell each other what is where.
@@ -155,18 +145,7 @@ impl NvlinkKernels {
     /// Waits for what every rank tells; a warp a rank.
     pub const HEAR: &'static str = "hear";
 
-    /// Stores packed tokens with their tags into every rank's memory.
-    pub const SEND: &'static str = "send_tagged";
-    /// Waits for tagged tokens of every rank, and makes plain ones of them where others store those.
-    pub const TAKE: &'static str = "take_tagged";
-
-    /// The launch of `send_tagged` and `take_tagged`.
-    #[must_use]
-    pub fn tagged_shape(num_ranks: u32) -> LaunchShape {
-        LaunchShape::rows(num_ranks * TAGGED_PARTS, TAGGED_THREADS)
-    }
-
-    /// The launch of `greet`: a thread for each rank that there can be.
+    /// The launch of `greet`.
     pub const GREET_SHAPE: LaunchShape = LaunchShape::rows(1, GREET_THREADS);
 
     /// The launch of `hear`: no more blocks than experts leave multiprocessors while chunks overlap, since they are there for as
