@@ -1,7 +1,8 @@
 // Memory of other ranks that this one stores into, and the flags that say when all of it is there.
 //
 // A rank's region and the words of its flags are src/dispatch/region.rs's. Whoever stores rows of a chunk into regions ends
-// with raise_when_done; whoever reads them has had the flag by the kernel `hear` of nvlink.cu, earlier in its stream.
+// with raise_when_done; whoever reads them has had the flag by the kernel `hear` of nvlink.cu, earlier in its stream, or by
+// wait_for_all of hear.cuh.
 #pragma once
 
 #include "base.cuh"
