@@ -8,7 +8,7 @@ use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
     ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, RANGES_FEED, RANGES_ROWS,
-    REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, TURNS, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
@@ -28,6 +28,7 @@ const WGMMA_HEADERS: &[Header] = &[
     NVFP4,
     REQUANTISE,
     STORE,
+    TURNS,
     WEIGHTS,
     WGMMA_EPILOGUE,
     WGMMA_TILES,
@@ -40,7 +41,9 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS],
+    headers: &[
+        ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, TURNS, WEIGHTS,
+    ],
 };
 const RANGES_HEADERS: &[Header] = &[
     ACTIVATION,
@@ -54,6 +57,7 @@ const RANGES_HEADERS: &[Header] = &[
     REQUANTISE,
     SMALL_PLAN,
     STORE,
+    TURNS,
     WEIGHTS,
 ];
 const RANGES: KernelSource = KernelSource {
@@ -119,8 +123,8 @@ pub struct GroupedGemmArgs {
     pub parts: u64,
     /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
     pub given_out: u64,
-    /// Address of a u32: rows of all these experts, where only the device knows them; 0 elsewhere.
-    pub num_rows: u64,
+    /// Address of a [`Dealt`](super::deal::Dealt): what this launch does, where only the device knows that; 0 elsewhere.
+    pub dealt: u64,
     /// Multiplies every token value.
     pub token_scale: f32,
     /// Local experts.

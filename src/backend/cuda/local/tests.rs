@@ -47,12 +47,12 @@ fn lines(num_experts: usize) -> Vec<(String, Vec<usize>)> {
     lines
 }
 
-fn gpu() -> crate::gpu::Gpu {
+pub(super) fn gpu() -> crate::gpu::Gpu {
     crate::gpu::Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap()
 }
 
 /// A layer of equal experts, and tokens for it.
-fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (LocalLayer, Vec<u16>) {
+pub(super) fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (LocalLayer, Vec<u16>) {
     let mut rng = Random::new(5);
     let pattern = expert(&mut rng, &spec, Format::Nvfp4);
     let layer = LocalLayer::new(&Gpu::new(cuda::WGMMA, opened, 8).unwrap(), spec, &[pattern], size).unwrap();
@@ -61,7 +61,7 @@ fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (Local
 }
 
 /// Computes so often into rubbish: all rows are there, and have the bits that were `wanted`, or first found.
-fn assert_repeats(work: &mut LocalWork<'_>, repeats: usize, wanted: &mut Option<Vec<f32>>, what: &str) {
+pub(super) fn assert_repeats(work: &mut LocalWork<'_>, repeats: usize, wanted: &mut Option<Vec<f32>>, what: &str) {
     let LocalLayer { spec, shared, .. } = work.replay.layer;
     for repeat in 0..repeats {
         work.buffers.out.fill_bytes(shared.stream(), 0xff).unwrap();
