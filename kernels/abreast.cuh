@@ -13,7 +13,7 @@ constexpr u64 kSmallPsPerByte = 26;
 constexpr u64 kSmallTileNs = 250;
 constexpr u64 kMeasuredWidth = 3584;
 constexpr u32 kBesidePercent = 32;
-constexpr u32 kMinGainPercent = 93;
+constexpr u32 kMinGainPercent = 92;
 constexpr u32 kGrain = 4;
 
 /// Experts' widths, and the machine.

@@ -31,6 +31,8 @@ struct Program {
     /// Of a tile, and of every 16 rows that it is computed as.
     u32 tile_ns;
     u32 rows_ns;
+    /// Of a launch that has any.
+    u32 launch_ns;
 
     /// Sixteens of rows that a block of so many is computed as.
     DEVICE u32 sixteens(u32 num_rows) const {
@@ -41,7 +43,8 @@ struct Program {
     /// What so many blocks of rows take, of so many sixteens of rows, the widest of so many.
     DEVICE u64 takes_ns(u32 num_blocks, u32 num_sixteens, u32 widest) const {
         const TileTimes times = tiles(num_blocks, num_sixteens, widest);
-        if (weight_blocks == 0 || num_blocks == 0) return times.all_ns;
+        if (num_blocks == 0) return 0;
+        if (weight_blocks == 0) return times.all_ns + launch_ns;
         const u64 together = times.all_ns * weight_blocks / kMultiprocessors + times.longest_ns / 2;
         return times.longest_ns > together ? times.longest_ns : together;
     }

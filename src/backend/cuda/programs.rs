@@ -37,7 +37,7 @@ impl Programs {
         let num_blocks = self.gpu.device().facts().num_multiprocessors * launch.blocks_per_multiprocessor;
         let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, launch.num_threads) };
         let steps = match schedule {
-            Schedule::Small { .. } | Schedule::Wgmma { .. } => {
+            Schedule::Small { .. } | Schedule::Ranges { .. } | Schedule::Wgmma { .. } => {
                 let shape = LaunchShape { cooperative: true, ..shape };
                 vec![Step { function: function(Schedule::FC1_FC2)?, shape }]
             }

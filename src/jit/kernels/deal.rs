@@ -38,6 +38,7 @@ pub struct Program {
     pub fc2_blocks: u32,
     pub tile_ns: u32,
     pub rows_ns: u32,
+    pub launch_ns: u32,
 }
 
 /// What the device deals to a launch; see the struct of that name in `kernels/expert.cuh`.
@@ -187,11 +188,12 @@ impl DealTable {
     pub fn of_kernel(&self, hidden: u32) -> [Program; MAX_PROGRAMS] {
         let mut programs = [Program::default(); MAX_PROGRAMS];
         for (program, MayRun { of_class, cost, .. }) in programs.iter_mut().zip(&self.programs) {
-            let TileCost { schedule, weight_blocks, tile_ns, rows_ns } = *cost;
+            let TileCost { schedule, weight_blocks, tile_ns, rows_ns, launch_ns } = *cost;
             let (block_rows, width_bits) = (schedule.block_rows(), schedule.width_bits());
             let fc2_blocks = if weight_blocks > 0 { hidden.div_ceil(schedule.weight_rows()) } else { 0 };
+            let of_class = *of_class;
             *program =
-                Program { of_class: *of_class, block_rows, width_bits, weight_blocks, fc2_blocks, tile_ns, rows_ns };
+                Program { of_class, block_rows, width_bits, weight_blocks, fc2_blocks, tile_ns, rows_ns, launch_ns };
         }
         programs
     }
@@ -344,7 +346,7 @@ mod tests {
             let experts = || rows.iter().map(|rows| (Weights::Nvfp4, *rows));
             for ((a, b), rows) in table.deal(experts()).into_iter().zip(whole.deal(experts())).zip(&rows) {
                 prop_assert_eq!(a.is_some(), *rows > 0);
-                let is_small = |table: &DealTable, at: usize| matches!(table.programs[at].cost.schedule, Schedule::Small { .. });
+                let is_small = |table: &DealTable, at: usize| matches!(table.programs[at].cost.schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
                 prop_assert_eq!(a.map(|at| is_small(&table, at)), b.map(|at| is_small(&whole, at)));
             }
         }
@@ -354,6 +356,6 @@ mod tests {
     fn few_rows_leave_few_kernels() {
         let chooser = Chooser { family: Family::Wgmma, batch_invariant: false };
         let num = |max_rows| DealTable::new(&[chooser.candidates(&gemm(Weights::Nvfp4, 3584)).up_to(max_rows)]);
-        assert_eq!([1, 8, 16, 32, 64, 128, 8192].map(|rows| num(rows).programs.len()), [2, 2, 3, 3, 3, 4, 5]);
+        assert_eq!([1, 8, 16, 32, 64, 128, 8192].map(|rows| num(rows).programs.len()), [2, 2, 4, 4, 4, 5, 6]);
     }
 }

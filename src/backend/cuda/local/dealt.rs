@@ -18,9 +18,9 @@ pub(super) struct Dealing {
     sizes: Sizes,
     may_overlap: bool,
     formats: DeviceBuffer<u32>,
-    /// `[num_programs, num_experts]`
+    /// `[MAX_PROGRAMS, num_experts]`
     lists: DeviceBuffer<ExpertEntry>,
-    /// `[num_programs]`
+    /// `[MAX_PROGRAMS]`
     pub(super) launches: DeviceBuffer<Dealt>,
 }
 
@@ -33,7 +33,7 @@ impl Dealing {
             sizes: Sizes::new(&layer.gemm, device.facts().num_multiprocessors),
             may_overlap: programs.iter().all(Program::can_overlap) && device.overlaps_in_graphs(),
             formats: DeviceBuffer::from_slice(stream, &vec![format_of(Weights::Nvfp4); num_experts])?,
-            lists: DeviceBuffer::uninitialised(device, programs.len() * num_experts)?,
+            lists: DeviceBuffer::uninitialised(device, deal::MAX_PROGRAMS * num_experts)?,
             launches: DeviceBuffer::uninitialised(device, deal::MAX_PROGRAMS)?,
             table,
         })
