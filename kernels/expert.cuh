@@ -1,4 +1,4 @@
-// An expert of a rank, as tables of them have it.
+// An expert of a rank, as tables of them have it, and what the device deals to a launch.
 #pragma once
 
 #include "base.cuh"
@@ -17,3 +17,11 @@ struct Expert {
 };
 
 static_assert(sizeof(Expert) == 32, "Expert is ExpertEntry");
+
+/// What a launch does that was queued before anybody knew; mirrored by `Dealt` in src/jit/kernels/deal.rs.
+struct Dealt {
+    /// Blocks that take part: none where there is nothing to do, fewer than were launched where another launch runs at once.
+    u32 num_blocks;
+    /// Whether the next launch may begin before this one has ended.
+    u32 lets_next;
+};

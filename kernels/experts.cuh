@@ -32,8 +32,8 @@ struct GroupedGemmArgs {
     u8* parts;
     /// `[1]` tiles of grouped_gemm_wgmma.cu that its blocks have asked for; zero whenever no kernel runs.
     u32* given_out;
-    /// Rows of all of `experts`, where only the device knows them; else null.
-    const u32* num_rows;
+    /// What this launch does, where only the device knows that; else null.
+    const Dealt* dealt;
     /// Multiplies every token value.
     float token_scale;
     u32 num_experts;
@@ -42,7 +42,12 @@ struct GroupedGemmArgs {
 static_assert(sizeof(GroupedGemmArgs) == ARGUMENTS_BYTES, "GroupedGemmArgs is the host's");
 
 /// Whether there is anything to do: a launch that was queued before anybody knew ends at once.
-DEVICE bool has_rows(const GroupedGemmArgs& args) { return args.num_rows == nullptr || *args.num_rows != 0; }
+DEVICE bool has_rows(const GroupedGemmArgs& args) { return args.dealt == nullptr || args.dealt->num_blocks != 0; }
+
+/// Blocks that take part.
+DEVICE u32 num_blocks_of(const GroupedGemmArgs& args) {
+    return args.dealt == nullptr ? gridDim.x : args.dealt->num_blocks;
+}
 
 /// Counts a tile's rows as stored; one thread of one block does, for each block of rows.
 DEVICE void count_rows(const GroupedGemmArgs& args, u32 num_rows) {

@@ -3,7 +3,7 @@
 //
 // One launch, `fc1_fc2`, for both products. A block goes on with FC2 when all blocks are done with FC1 of the rows that it reads
 // then; its first weights are on their way while that is waited for. One block of kThreads threads a multiprocessor, launched
-// cooperatively; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
+// cooperatively, or as turns.cuh says; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
 //
 // A block's units of 32 weight rows that read the same rows are a run; the rows lie in shared memory. K of every unit is cut
 // into 8 slices, whatever the run. A run's slices go to the warps in even ranges, which may end within a unit: then a warp leaves its
@@ -29,6 +29,7 @@
 #include "requantise.cuh"
 #include "small_plan.cuh"
 #include "store.cuh"
+#include "turns.cuh"
 #include "weights.cuh"
 
 /// Multiplies one step: its weights and its rows in shared memory, `rows` at this lane's of the first row tile.
@@ -257,7 +258,7 @@ DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Seat&
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
-    if (!has_rows(args)) return;
+    if (!takes_part(args)) return;
     // NOTE: bulk copies to addresses that 128 does not divide are slower.
     alignas(128) extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[kWarps * NUM_STAGES];

@@ -3,7 +3,7 @@
 //
 // One launch, `fc1_fc2`, for both products. A block goes on with FC2 when all blocks are done with FC1 of the rows that it reads
 // then; its first weights are on their way while that is waited for. One block of kThreads threads a multiprocessor, launched
-// cooperatively; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
+// cooperatively, or as turns.cuh says; more rows an expert than BLOCK_ROWS are right, but read weights again. Dynamic shared memory: kSharedBytes.
 //
 // Every unit of 32 weight rows is shared by 8 warps, each with a slice of K whose activations stay in its registers. A
 // warp's slices come into a ring of its own: no warp waits for another one's copies.
@@ -24,6 +24,7 @@
 #include "small_feed.cuh"
 #include "small_plan.cuh"
 #include "store.cuh"
+#include "turns.cuh"
 #include "weights.cuh"
 
 /// The rows that a lane reads of a run: where they lie among the tokens, or in FC2's input.
@@ -235,7 +236,7 @@ DEVICE void compute(const GroupedGemmArgs& args, const Plan<kIsFc1>& plan, Ring&
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
-    if (!has_rows(args)) return;
+    if (!takes_part(args)) return;
     // NOTE: bulk copies to addresses that 128 does not divide are slower.
     alignas(128) extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[kWarps * NUM_STAGES];

@@ -7,7 +7,7 @@
 //
 // One launch, `fc1_fc2`, for both products: blocks that find no more tiles of FC1 go on with FC2's, whose first weights
 // come while FC1's last are multiplied. The image of rows comes from warps that gather for all blocks meanwhile. A tile
-// waits for its rows, so that all blocks have to run at once: the launch is cooperative.
+// waits for its rows, so that all blocks have to run at once: the launch is cooperative, or as turns.cuh says.
 //
 // Defined before this file:
 //   HIDDEN, INTERMEDIATE   widths, multiples of 16
@@ -22,6 +22,7 @@
 #include "experts.cuh"
 #include "gather.cuh"
 #include "hopper.cuh"
+#include "turns.cuh"
 #include "wgmma_epilogue.cuh"
 #include "wgmma_tiles.cuh"
 
@@ -63,7 +64,7 @@ DEVICE u32 copy_tile(const GroupedGemmArgs& args, const Work& work, Pipeline& ri
         const u32 full = ring.full_barrier();
         if (is_first) {
             if (step == 0) work.put(ring.work());
-            if (step == kAskStep) next = gridDim.x + atomicAdd(args.given_out, 1);
+            if (step == kAskStep) next = num_blocks_of(args) + atomicAdd(args.given_out, 1);
             barrier_expect(full, stage_bytes);
         }
 #pragma unroll
@@ -245,7 +246,8 @@ DEVICE void compute_tile(const GroupedGemmArgs& args, u32 num_rows, const Seat& 
 DEVICE void gather(const GroupedGemmArgs& args) {
     TileCursor<kParts, kGroupRows> cursor(args);
     Place place;
-    for (u32 index = blockIdx.x; cursor.find(index, place); index += gridDim.x) {
+    const u32 num_blocks = num_blocks_of(args);
+    for (u32 index = blockIdx.x; cursor.find(index, place); index += num_blocks) {
         const u32 group_idx = place.index / kParts, first = place.index % kParts * kPartSteps;
         gather_group<kGatherThreads>(args, place, group_idx, first, min_of(kFc1Steps, first + kPartSteps));
         named_barrier<kGatherThreads>(7);
@@ -336,7 +338,7 @@ DEVICE void multiply_tiles(const GroupedGemmArgs& args, const Seat& seat, const 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_constant__ GroupedGemmArgs args) {
-    if (!has_rows(args)) return;
+    if (!takes_part(args)) return;
     extern __shared__ Word4 shared_memory[];
     __shared__ alignas(8) u64 barriers[2 * NUM_STAGES];
     __shared__ Word4 works[2 * kWorks + 1];
@@ -361,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fc1_fc2(const __grid_c
             const u32 num_fc1 = copy_tiles<true>(args, ring, index, 0);
             const u32 num_fc2 = copy_tiles<false>(args, ring, index, num_fc1);
             // Every tile that was begun asked for one: this was the last to ask.
-            if (threadIdx.x == 0 && index == gridDim.x + num_fc1 + num_fc2 - 1) *args.given_out = 0;
+            if (threadIdx.x == 0 && index == num_blocks_of(args) + num_fc1 + num_fc2 - 1) *args.given_out = 0;
         } else {
             gather(args);
         }

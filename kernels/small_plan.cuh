@@ -87,8 +87,9 @@ struct Plan {
     DEVICE void start(const GroupedGemmArgs& args) {
         const u64 num_units = TileCursor<1, BLOCK_ROWS>(args).count() * static_cast<u64>(Widths<kIsFc1>::kUnits);
         if (threadIdx.x % kWarp == 0) {
-            next = static_cast<u32>(num_units * blockIdx.x / gridDim.x);
-            end = static_cast<u32>(num_units * (blockIdx.x + 1) / gridDim.x);
+            const u32 num_blocks = num_blocks_of(args);
+            next = static_cast<u32>(num_units * blockIdx.x / num_blocks);
+            end = static_cast<u32>(num_units * (blockIdx.x + 1) / num_blocks);
         }
         __syncwarp();
         go_on(args);

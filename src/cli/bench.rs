@@ -54,8 +54,8 @@ const REPEATS: usize = 9;
 const READ_BYTES: usize = 512 << 20;
 
 /// Options that only the expert computation reads. What else is timed refuses them: ignored, they would pass for heeded.
-const EXPERTS_ALONE: [&str; 8] =
-    ["hidden", "intermediate", "experts", "rows_per_expert", "counts", "tuning", "batch_invariant", "alone"];
+const EXPERTS_ALONE: [&str; 9] =
+    ["hidden", "intermediate", "experts", "rows_per_expert", "counts", "tuning", "batch_invariant", "alone", "dealt"];
 
 /// Times the expert computation over made-up weights, beside the machine's bandwidth and its peak of arithmetic; with
 /// --agreement, what it costs ranks to agree; with --travel, dispatch and combine; with --load, the loading of a checkpoint's
@@ -111,6 +111,9 @@ pub struct BenchArgs {
     /// Measurements of which the median is printed; absent: 9, on GPUs 30, with --travel 9, with --load 5.
     #[arg(long, value_name = "N")]
     pub repeats: Option<usize>,
+    /// Leaves it to a GPU to find out which kernels compute which rows, as in steps that are replayed: all are queued that may run.
+    #[arg(long)]
+    pub dealt: bool,
     /// Measures a GPU's lines one after the other, each on a card that has rested, instead of in turns.
     #[arg(long)]
     pub alone: bool,

@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 
 use super::error::{CudaError, check};
 use super::library::{Api, api};
-use super::probe::{DeviceFacts, device_count, device_facts, device_handle};
+use super::probe::{CudaVersion, DeviceFacts, device_count, device_facts, device_handle, driver_version};
 
 /// A GPU with its primary context; copies of it are the same device. The context goes when the last of them, and the last
 /// of what was made with them, goes.
@@ -66,6 +66,12 @@ impl Device {
         let opened = Self(Arc::new(Inner { facts, device, context, api }));
         opened.enter()?;
         Ok(opened)
+    }
+
+    /// Whether launches that are recorded in a graph may overlap ([`super::LaunchShape`]).
+    #[must_use]
+    pub fn overlaps_in_graphs(&self) -> bool {
+        driver_version().is_ok_and(|version| version >= CudaVersion { major: 12, minor: 3 })
     }
 
     /// What is known of it.

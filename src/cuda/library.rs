@@ -43,6 +43,7 @@ const FUNCTIONS: &[&str] = &[
     "cuIpcOpenMemHandle_v2",
     "cuLaunchCooperativeKernel",
     "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAlloc_v2",
     "cuMemFreeHost",
     "cuMemFree_v2",

@@ -128,13 +128,16 @@ pub struct LaunchShape {
     pub shared_bytes: u32,
     /// Whether all blocks have to be resident at once (grid barriers).
     pub cooperative: bool,
+    /// Whether blocks may come as soon as all blocks of the kernel before it in the stream have let them, or have ended
+    /// (`kernels/turns.cuh`). Since Hopper; where a graph is recorded, on drivers of CUDA 12.3 and later.
+    pub early: bool,
 }
 
 impl LaunchShape {
     /// So many blocks of so many threads, in a row, without dynamic shared memory.
     #[must_use]
     pub const fn rows(num_blocks: u32, num_threads: u32) -> Self {
-        Self { grid: [num_blocks, 1, 1], block: [num_threads, 1, 1], shared_bytes: 0, cooperative: false }
+        Self { grid: [num_blocks, 1, 1], block: [num_threads, 1, 1], shared_bytes: 0, cooperative: false, early: false }
     }
 }
 
@@ -228,7 +231,7 @@ impl Function {
         shape: &LaunchShape,
         arguments: &A,
     ) -> Result<(), CudaError> {
-        let LaunchShape { grid, block, shared_bytes, cooperative } = *shape;
+        let LaunchShape { grid, block, shared_bytes, cooperative, early } = *shape;
         if grid.contains(&0) {
             return Ok(());
         }
@@ -238,7 +241,27 @@ impl Function {
         let parameters = parameters.as_mut_ptr();
         let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
         let (function, queue) = (self.handle, stream.raw());
-        let result = if cooperative {
+        let result = if early {
+            let mut attribute = sys::CUlaunchAttribute {
+                id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                pad: [0; 4],
+                value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+            };
+            let config = sys::CUlaunchConfig {
+                gridDimX: gx,
+                gridDimY: gy,
+                gridDimZ: gz,
+                blockDimX: bx,
+                blockDimY: by,
+                blockDimZ: bz,
+                sharedMemBytes: shared_bytes,
+                hStream: queue,
+                attrs: &raw mut attribute,
+                numAttrs: 1,
+            };
+            // SAFETY: handles live, and what is configured for the length of the call; the caller answers for the arguments.
+            unsafe { sys::cuLaunchKernelEx(&raw const config, function, parameters, std::ptr::null_mut()) }
+        } else if cooperative {
             // SAFETY: handles live; the caller answers for the arguments.
             unsafe { sys::cuLaunchCooperativeKernel(function, gx, gy, gz, bx, by, bz, shared_bytes, queue, parameters) }
         } else {

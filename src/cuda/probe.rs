@@ -127,7 +127,7 @@ impl Devices {
     }
 }
 
-fn driver_version() -> Result<CudaVersion, CudaError> {
+pub(super) fn driver_version() -> Result<CudaVersion, CudaError> {
     let mut version = 0;
     // SAFETY: `version` is a place for one integer.
     check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "asking for the driver's version", 0)?;

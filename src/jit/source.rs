@@ -27,6 +27,7 @@ macro_rules! header {
     };
 }
 
+pub(super) const ABREAST: Header = header!("abreast.cuh");
 pub(super) const ACTIVATION: Header = header!("activation.cuh");
 pub(super) const BASE: Header = header!("base.cuh");
 pub(super) const EXPERT: Header = header!("expert.cuh");
@@ -52,6 +53,7 @@ pub(super) const SMALL_FEED: Header = header!("small_feed.cuh");
 pub(super) const SMALL_PLAN: Header = header!("small_plan.cuh");
 pub(super) const STORE: Header = header!("store.cuh");
 pub(super) const TILES: Header = header!("tiles.cuh");
+pub(super) const TURNS: Header = header!("turns.cuh");
 pub(super) const UNPACK_VALUES: Header = header!("unpack_values.cuh");
 pub(super) const WEIGHTS: Header = header!("weights.cuh");
 pub(super) const WGMMA_EPILOGUE: Header = header!("wgmma_epilogue.cuh");

@@ -129,6 +129,18 @@ pub(super) struct Share {
     num_rows: u64,
 }
 
+/// Where FC2's input lies of few rows and of many. With up to [`MAX_ROWS_AT_ONCE`] neither reaches the other.
+struct Inner {
+    small: u64,
+    large: u64,
+}
+
+impl Inner {
+    fn of(&self, program: &Program) -> u64 {
+        if program.wants_images() { self.large } else { self.small }
+    }
+}
+
 /// A batch, dealt out.
 struct Dealt {
     shares: Vec<Share>,
@@ -304,6 +316,16 @@ impl Group {
         Ok(schedules.multiprocessors_of_large(&gemm(&self.spec, Weights::Nvfp4)?, rows, num_multiprocessors))
     }
 
+    /// Makes room for FC2's input of so many rows.
+    fn grow_inner(&self, workspace: &mut Device, num_rows: usize) -> Result<Inner, BackendError> {
+        let width = padded(self.spec.intermediate);
+        let has = |images: bool| self.programs.iter().any(|known| known.program.wants_images() == images);
+        let small = if has(true) && has(false) { num_rows.min(MAX_ROWS_AT_ONCE) * width } else { 0 };
+        let len = small + padded_rows(num_rows, self.experts.len()) * width;
+        grow(&mut workspace.inner, len)?;
+        Ok(Inner { small: workspace.inner.address(), large: workspace.inner.address_of(small..len)? })
+    }
+
     /// Queues the kernels of a range of rows, whose results go to the address that comes with it.
     fn wave(
         &self,
@@ -323,19 +345,15 @@ impl Group {
         if programs().any(Program::wants_images) {
             grow(&mut workspace.image, num_padded * padded(self.spec.hidden))?;
         }
-        if programs().any(Program::wants_images) && programs().any(|program| !program.wants_images()) {
-            grow(&mut workspace.small_inner, rows.len().min(MAX_ROWS_AT_ONCE) * padded(self.spec.intermediate))?;
-        }
         grow(&mut workspace.parts, programs().map(Program::parts_bytes).max().unwrap_or(0))?;
         workspace.grow_gathered(gpu.stream(), num_padded)?;
-        grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
+        let inner = self.grow_inner(workspace, rows.len())?;
         let num_spare = batch.beside.num_spare_multiprocessors;
         let of_large = of_large.filter(|_| num_spare == 0);
         let mut evidence = self.evidence.lock().unwrap_or_else(PoisonError::into_inner);
         let mut launches = Vec::with_capacity(shares.len());
         for (index, share) in shares.iter().enumerate() {
             let program = &self.programs[share.program_idx].program;
-            let is_small_beside = of_large.is_some() && !program.wants_images();
             let args = GroupedGemmArgs {
                 experts: workspace.entries.address_of(index * num_experts..(index + 1) * num_experts)?,
                 expert_offsets: workspace.expert_offsets.address(),
@@ -343,12 +361,12 @@ impl Group {
                 tokens: batch.tokens.address(),
                 image: workspace.image.address(),
                 gathered: workspace.gathered.address(),
-                inner: if is_small_beside { workspace.small_inner.address() } else { workspace.inner.address() },
+                inner: inner.of(program),
                 out,
                 counts: evidence.counters(share.program_idx)?,
                 parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
-                num_rows: 0,
+                dealt: 0,
                 token_scale: batch.token_scale,
                 num_experts: u32::try_from(num_experts).unwrap_or(u32::MAX),
             };

@@ -5,6 +5,7 @@
 //! what is copied and multiplied does not depend on that.
 
 mod ceilings;
+mod dealt;
 #[cfg(test)]
 mod tests;
 
@@ -24,6 +25,7 @@ use crate::jit::kernels::grouped_gemm::{
 use crate::jit::kernels::{BatchSchedules, Chooser, ExpertRows};
 use crate::select::Identity;
 pub use ceilings::{Dense, Reading};
+use dealt::Dealing;
 
 /// How much of a layer there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,6 +209,7 @@ impl LocalLayer {
             schedules: shares.into_keys().collect(),
             num_rows: counts.iter().sum(),
             buffers,
+            dealing: None,
         })
     }
 }
@@ -295,7 +298,7 @@ impl Buffers {
             counts: self.counts.address(),
             parts: self.parts.address(),
             given_out: self.given_out.address(),
-            num_rows: 0,
+            dealt: 0,
             token_scale,
             num_experts: narrow(num_experts),
         })
@@ -341,6 +344,9 @@ pub struct LocalWork<'a> {
     schedules: Vec<Schedule>,
     num_rows: usize,
     buffers: Buffers,
+    /// Where the device deals rows out.
+    #[cfg_attr(not(test), expect(dead_code, reason = "the graph reads what it holds"))]
+    dealing: Option<Dealing>,
 }
 
 impl LocalWork<'_> {
@@ -355,7 +361,7 @@ impl LocalWork<'_> {
     /// # Errors
     /// If the device fails.
     pub fn run(&self) -> Result<Duration, BackendError> {
-        // SAFETY: `self` holds every buffer, and the layer, which it borrows, the sets.
+        // SAFETY: `self` holds every buffer, those of `dealing` too, and the layer, which it borrows, the sets.
         unsafe { self.replay.run() }
     }
 

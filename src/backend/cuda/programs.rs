@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::super::BackendError;
 use crate::cuda::{Device, Event, Function, LaunchShape, Stream};
 use crate::gpu::Gpu;
+use crate::jit::kernels::deal::MAX_PROGRAMS;
 use crate::jit::kernels::grouped_gemm::{GroupedGemm, GroupedGemmArgs, Schedule};
 
 /// Makes programs of a session's kernels.
@@ -36,7 +37,7 @@ impl Programs {
         let num_blocks = self.gpu.device().facts().num_multiprocessors * launch.blocks_per_multiprocessor;
         let shape = LaunchShape { shared_bytes, ..LaunchShape::rows(num_blocks, launch.num_threads) };
         let steps = match schedule {
-            Schedule::Small { .. } | Schedule::Wgmma { .. } => {
+            Schedule::Small { .. } | Schedule::Ranges { .. } | Schedule::Wgmma { .. } => {
                 let shape = LaunchShape { cooperative: true, ..shape };
                 vec![Step { function: function(Schedule::FC1_FC2)?, shape }]
             }
@@ -73,6 +74,11 @@ impl Program {
     /// What blocks need for what their warps leave to each other.
     pub(super) fn parts_bytes(&self) -> usize {
         self.parts_bytes
+    }
+
+    /// Whether launches of it can begin before those before them have ended (`kernels/turns.cuh`).
+    pub(super) fn can_overlap(&self) -> bool {
+        self.steps.iter().all(|step| step.shape.cooperative)
     }
 
     /// Queues all kernels, which leave `num_spare` multiprocessors to others, though at most half of them.
@@ -117,11 +123,45 @@ pub(super) struct SideStream {
     stream: Stream,
     begun: Event,
     done: Event,
+    /// Of launches that may overlap, but the last.
+    ended: Vec<Event>,
 }
 
 impl SideStream {
     pub(super) fn new(device: &Device) -> Result<Self, BackendError> {
-        Ok(Self { stream: Stream::new(device)?, begun: Event::new(device)?, done: Event::new(device)? })
+        let ended = (1..MAX_PROGRAMS).map(|_| Event::new(device)).collect::<Result<_, _>>()?;
+        Ok(Self { stream: Stream::new(device)?, begun: Event::new(device)?, done: Event::new(device)?, ended })
+    }
+
+    /// Queues launches of which the device alone knows what each does: one behind the other, or where they `may_overlap`, as
+    /// `kernels/turns.cuh` says. What `stream` is given later waits for all.
+    ///
+    /// Outside of a graph the marks between them keep launches from overlapping; what each does is the same.
+    ///
+    /// # Safety
+    /// As for [`SideStream::queue`]; what is at `dealt` in each was written by work before it.
+    pub(super) unsafe fn queue_dealt(
+        &self,
+        stream: &Stream,
+        launches: &[Launch<'_>],
+        may_overlap: bool,
+    ) -> Result<(), BackendError> {
+        if !may_overlap {
+            // SAFETY: the caller's promise.
+            return unsafe { self.queue(stream, launches, None, 0) };
+        }
+        for (index, Launch { program, args }) in launches.iter().enumerate() {
+            for Step { function, shape } in &program.steps {
+                let shape = LaunchShape { cooperative: false, early: index > 0, ..*shape };
+                // SAFETY: the caller's promise.
+                unsafe { function.launch(stream, &shape, args)? };
+            }
+            if index + 1 < launches.len() {
+                self.ended[index].record(stream)?;
+            }
+        }
+        // NOTE: that the last has ended says nothing of those before it.
+        self.ended.iter().take(launches.len().saturating_sub(1)).try_for_each(|ended| Ok(stream.wait_for(ended)?))
     }
 
     /// Queues the launches of a batch: one behind the other, leaving `num_spare` multiprocessors to others; or where `of_large` is

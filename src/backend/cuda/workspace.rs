@@ -4,6 +4,7 @@ use super::super::BackendError;
 use super::experts::Share;
 use crate::cuda::{DeviceBuffer, Stream};
 use crate::gpu::{Gpu, grow};
+use crate::jit::kernels::deal::Dealt;
 use crate::jit::kernels::grouped_gemm::{ExpertEntry, IMAGE_GROUP_ROWS};
 
 /// The buffers. What they hold between calls is of no use.
@@ -28,16 +29,14 @@ pub(super) struct Device {
     pub expert_offsets: DeviceBuffer<u32>,
     /// `[num_launches, num_experts]`
     pub entries: DeviceBuffer<ExpertEntry>,
-    /// `[MAX_PROGRAMS]` rows of each launch, where the device deals them out.
-    pub program_rows: DeviceBuffer<u32>,
+    /// `[MAX_PROGRAMS]` what each launch does, where the device deals rows out.
+    pub dealt: DeviceBuffer<Dealt>,
     /// Rows as an image.
     pub image: DeviceBuffer<u16>,
     /// How much there is of each group of rows; zero whenever no kernel runs.
     pub gathered: DeviceBuffer<u32>,
-    /// FC2's input.
+    /// FC2's input: that of few rows, behind whose room lies that of many. Kernels for which the room is too small run by themselves.
     pub inner: DeviceBuffer<u16>,
-    /// That of few rows, where their kernels run beside those of many.
-    pub small_inner: DeviceBuffer<u16>,
     /// What warps of a block leave to each other.
     pub parts: DeviceBuffer<u8>,
     /// Zero whenever no kernel runs.
@@ -55,11 +54,10 @@ impl Workspace {
         let device = Device {
             expert_offsets: DeviceBuffer::uninitialised(device, 0)?,
             entries: DeviceBuffer::uninitialised(device, 0)?,
-            program_rows: DeviceBuffer::uninitialised(device, 0)?,
+            dealt: DeviceBuffer::uninitialised(device, 0)?,
             image: DeviceBuffer::uninitialised(device, 0)?,
             gathered: DeviceBuffer::uninitialised(device, 0)?,
             inner: DeviceBuffer::uninitialised(device, 0)?,
-            small_inner: DeviceBuffer::uninitialised(device, 0)?,
             parts: DeviceBuffer::uninitialised(device, 0)?,
             given_out: DeviceBuffer::zeroed(stream, 1)?,
         };

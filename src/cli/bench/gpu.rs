@@ -64,7 +64,7 @@ pub(super) fn run(
     layer.load(wanted.iter().map(|wanted| &wanted.counts[..]))?;
     let mut lines = Vec::new();
     for Wanted { form, rows_per_expert, counts } in wanted {
-        let mut work = layer.work(&counts, tokens)?;
+        let mut work = if args.dealt { layer.dealt_work(&counts, tokens)? } else { layer.work(&counts, tokens)? };
         for _ in 0..NUM_WARM {
             work.run()?;
         }
@@ -103,6 +103,7 @@ pub(super) fn run(
         num_sets: NUM_SETS,
         repeats,
         alone: args.alone,
+        dealt: args.dealt,
         expert_bytes: layer.expert_bytes(),
         ceilings,
         dense: baseline,

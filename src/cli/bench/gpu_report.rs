@@ -34,6 +34,8 @@ pub struct GpuReport {
     pub repeats: usize,
     /// Whether each line was measured by itself, on a card that had rested, and not in turn with the others.
     pub alone: bool,
+    /// Whether the GPU dealt rows out to kernels.
+    pub dealt: bool,
     /// Packed bytes of one expert.
     pub expert_bytes: u64,
     /// What the GPU gave beside it.
@@ -224,6 +226,9 @@ impl fmt::Display for GpuReport {
             "flops = 2 * 3 * hidden * intermediate * rows; bytes = packed weights of the experts hit, read once; \
              floor = max(bytes / copied, flops / cublasLt)"
         )?;
+        if self.dealt {
+            writeln!(f, "rows were dealt out to kernels by the GPU, as in steps that are replayed")?;
+        }
         let head = [
             "rows",
             "an expert",
@@ -311,6 +316,7 @@ mod tests {
             num_sets: 4,
             repeats: 30,
             alone: false,
+            dealt: false,
             expert_bytes: 18_579_456,
             ceilings: CEILINGS,
             dense: DenseBaseline::Cublaslt("13.1.0".to_owned()),

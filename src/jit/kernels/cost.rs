@@ -16,6 +16,8 @@ pub struct TileCost {
     pub tile_ns: u32,
     /// Of every 16 rows that it is computed as.
     pub rows_ns: u32,
+    /// Of a launch, beyond what others of its order take.
+    pub launch_ns: u32,
 }
 
 /// The blocks of rows that a schedule cuts experts into.
@@ -32,19 +34,25 @@ struct Blocks {
 const NUM_MULTIPROCESSORS: u64 = 132;
 
 const fn mma_sync(block_rows: u32, tile_ns: u32) -> TileCost {
-    TileCost { schedule: Schedule::MmaSync { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
+    TileCost { schedule: Schedule::MmaSync { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0, launch_ns: 0 }
 }
 
 const fn small(block_rows: u32, tile_ns: u32) -> TileCost {
-    TileCost { schedule: Schedule::Small { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0 }
+    TileCost { schedule: Schedule::Small { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0, launch_ns: 0 }
+}
+
+const fn ranges(block_rows: u32, tile_ns: u32, launch_ns: u32) -> TileCost {
+    TileCost { schedule: Schedule::Ranges { block_rows }, weight_blocks: 0, tile_ns, rows_ns: 0, launch_ns }
 }
 
 const fn wgmma(block_rows: u32, [tile_ns, rows_ns]: [u32; 2]) -> TileCost {
-    TileCost { schedule: Schedule::Wgmma { block_rows }, weight_blocks: 0, tile_ns, rows_ns }
+    TileCost { schedule: Schedule::Wgmma { block_rows }, weight_blocks: 0, tile_ns, rows_ns, launch_ns: 0 }
 }
 
 pub(super) const MMA_SYNC: [TileCost; 4] = [mma_sync(8, 296), mma_sync(16, 348), mma_sync(32, 484), mma_sync(64, 792)];
-pub(super) const SMALL: [TileCost; 2] = [small(8, 250), small(16, 300)];
+/// NOTE: ranges are slower for up to some ten experts: their warps leave each other more, slice by slice
+/// (docs/measurements/2026-12-01-h200-kernels-5.md).
+pub(super) const SMALL: [TileCost; 3] = [small(8, 250), small(16, 300), ranges(16, 270, 700)];
 /// Of FC1: FC2's are in proportion.
 pub(super) const WGMMA: [TileCost; 3] =
     [wgmma(64, [17_000, 3_200]), wgmma(128, [17_280, 3_340]), wgmma(256, [14_400, 1_900])];
@@ -65,7 +73,7 @@ impl TileCost {
     pub fn takes_ns(&self, counts: impl Iterator<Item = usize>) -> u64 {
         let TileTimes { all_ns, longest_ns } = self.tiles(counts);
         if self.weight_blocks == 0 || all_ns == 0 {
-            return all_ns;
+            return if all_ns == 0 { 0 } else { all_ns + u64::from(self.launch_ns) };
         }
         longest_ns.max(all_ns * u64::from(self.weight_blocks) / NUM_MULTIPROCESSORS + longest_ns / 2)
     }

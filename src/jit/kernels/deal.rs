@@ -3,20 +3,22 @@
 //! is its oracle.
 //!
 //! All kernels that may run are queued before anybody knows; a list of experts is made for each, and one whose list is empty ends
-//! at once. How few may run follows from the most rows that an expert may have, hence from declared sizes alone. Which of
+//! at once. Of two that have rows both may run at once, as the host's may ([`super::abreast`]): what each list's launch does is
+//! found with it ([`Dealt`]). How few may run follows from the most rows that an expert may have, hence from declared sizes alone. Which of
 //! them runs changes no bits: tiles of one order have equal ones, and the order follows from an expert's own rows.
 
 use bytemuck::{Pod, Zeroable};
 
 use super::super::arch::Arch;
 use super::super::request::KernelRequest;
-use super::super::source::{BASE, EXPERT, KernelSource};
+use super::super::source::{ABREAST, BASE, EXPERT, KernelSource};
+use super::abreast::{self, MAX_ROWS_AT_ONCE, Part};
 use super::cost::TileCost;
-use super::grouped_gemm::Weights;
+use super::grouped_gemm::{GroupedGemm, Weights};
 use crate::cuda::LaunchShape;
 
 const SOURCE: KernelSource =
-    KernelSource { name: "deal", main: include_str!("../../../kernels/deal.cu"), headers: &[BASE, EXPERT] };
+    KernelSource { name: "deal", main: include_str!("../../../kernels/deal.cu"), headers: &[ABREAST, BASE, EXPERT] };
 
 /// The most kernels that may run: `kMaxPrograms` of `kernels/deal.cu`.
 pub const MAX_PROGRAMS: usize = 16;
@@ -33,8 +35,41 @@ pub struct Program {
     pub block_rows: u32,
     pub width_bits: u32,
     pub weight_blocks: u32,
+    pub fc2_blocks: u32,
     pub tile_ns: u32,
     pub rows_ns: u32,
+    pub launch_ns: u32,
+}
+
+/// What the device deals to a launch; see the struct of that name in `kernels/expert.cuh`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct Dealt {
+    pub num_blocks: u32,
+    pub lets_next: u32,
+}
+
+/// What divisions of the machine follow from; see the struct of that name in `kernels/abreast.cuh`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct Sizes {
+    pub expert_bytes: u64,
+    pub hidden: u32,
+    pub intermediate: u32,
+    pub num_multiprocessors: u32,
+    pub unused: u32,
+}
+
+impl Sizes {
+    /// Of experts in NVFP4, which alone are computed by two launches at once.
+    #[must_use]
+    pub fn new(gemm: &GroupedGemm, num_multiprocessors: u32) -> Self {
+        let nvfp4 = GroupedGemm { weights: Weights::Nvfp4, ..*gemm };
+        let GroupedGemm { hidden, intermediate, .. } = *gemm;
+        Self { expert_bytes: nvfp4.expert_bytes(), hidden, intermediate, num_multiprocessors, unused: 0 }
+    }
 }
 
 /// The kernel's one argument; see the struct of that name in `kernels/deal.cu`.
@@ -47,10 +82,13 @@ pub struct DealArgs {
     pub experts: u64,
     pub formats: u64,
     pub dealt: u64,
-    pub num_rows: u64,
+    pub launches: u64,
+    pub sizes: Sizes,
     pub num_programs: u32,
     pub num_experts: u32,
     pub max_small_rows: [u32; NUM_FORMATS],
+    pub may_overlap: u32,
+    pub unused: u32,
 }
 
 /// The kernel, which all layers share.
@@ -145,14 +183,17 @@ impl DealTable {
         table
     }
 
-    /// As the kernel has them.
+    /// As the kernel has them, for experts of a width.
     #[must_use]
-    pub fn of_kernel(&self) -> [Program; MAX_PROGRAMS] {
+    pub fn of_kernel(&self, hidden: u32) -> [Program; MAX_PROGRAMS] {
         let mut programs = [Program::default(); MAX_PROGRAMS];
         for (program, MayRun { of_class, cost, .. }) in programs.iter_mut().zip(&self.programs) {
-            let TileCost { schedule, weight_blocks, tile_ns, rows_ns } = *cost;
+            let TileCost { schedule, weight_blocks, tile_ns, rows_ns, launch_ns } = *cost;
             let (block_rows, width_bits) = (schedule.block_rows(), schedule.width_bits());
-            *program = Program { of_class: *of_class, block_rows, width_bits, weight_blocks, tile_ns, rows_ns };
+            let fc2_blocks = if weight_blocks > 0 { hidden.div_ceil(schedule.weight_rows()) } else { 0 };
+            let of_class = *of_class;
+            *program =
+                Program { of_class, block_rows, width_bits, weight_blocks, fc2_blocks, tile_ns, rows_ns, launch_ns };
         }
         programs
     }
@@ -178,12 +219,47 @@ impl DealTable {
         };
         of_class.iter().map(|share| share.and_then(|(class, _)| chosen(class))).collect()
     }
+
+    /// What each program's launch does, of experts that are dealt out so. Where launches may overlap, two that have rows run at once
+    /// where the host would let them ([`BatchSchedules`](super::BatchSchedules)), and none waits for one that has nothing to do.
+    #[must_use]
+    pub fn launches(
+        &self,
+        experts: impl Iterator<Item = (Weights, usize)> + Clone,
+        (gemm, num_multiprocessors): (&GroupedGemm, u32),
+        may_overlap: bool,
+    ) -> Vec<Dealt> {
+        let mut counts = vec![Vec::new(); self.programs.len()];
+        for (program, (_, num_rows)) in self.deal(experts.clone()).into_iter().zip(experts) {
+            if let Some(program) = program {
+                counts[program].push(num_rows);
+            }
+        }
+        let with_rows: Vec<usize> = (0..counts.len()).filter(|&at| !counts[at].is_empty()).collect();
+        let part = |at: usize| Part { cost: self.programs[at].cost, counts: &counts[at] };
+        let of_large = match with_rows[..] {
+            [small, large] if may_overlap && [small, large].map(|at| self.programs[at].of_class) == [0, 1] => {
+                let num_rows: usize = [small, large].iter().flat_map(|at| &counts[*at]).sum();
+                let divided = || abreast::multiprocessors_of_large(gemm, part(small), part(large), num_multiprocessors);
+                if num_rows <= MAX_ROWS_AT_ONCE { divided() } else { None }
+            }
+            _ => None,
+        };
+        let lets_next = u32::from(may_overlap && (of_large.is_some() || with_rows.len() <= 1));
+        let num_blocks = |at: usize| match of_large {
+            _ if counts[at].is_empty() => 0,
+            None => num_multiprocessors,
+            Some(of_large) if self.programs[at].of_class == 1 => of_large,
+            Some(of_large) => num_multiprocessors - of_large,
+        };
+        (0..counts.len()).map(|at| Dealt { num_blocks: num_blocks(at), lets_next }).collect()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::grouped_gemm::{GroupedGemm, Schedule};
-    use super::super::{Chooser, Family};
+    use super::super::{Chooser, ExpertRows, Family};
     use super::*;
     use crate::numerics::activation::Activation;
     use proptest::prelude::*;
@@ -224,6 +300,36 @@ mod tests {
             }
         }
 
+        /// Launches share the machine as the host's would; those without rows have no blocks, and hold nobody up where only one
+        /// has rows.
+        #[test]
+        fn launches_run_at_once_where_the_host_would_let_them(
+            chooser in chooser(),
+            (hidden, num_multiprocessors) in (prop_oneof![Just(3584u32), Just(4096), Just(7168)], 1u32..200),
+            rows in prop::collection::vec(prop_oneof![Just(0), 1usize..20, 20usize..600], 1..60),
+            may_overlap in any::<bool>(),
+        ) {
+            let gemm = gemm(Weights::Nvfp4, hidden);
+            let table = DealTable::new(&[chooser.candidates(&gemm)]);
+            let experts = rows.iter().map(|rows| (Weights::Nvfp4, *rows));
+            let dealt = table.deal(experts.clone());
+            let launches = table.launches(experts, (&gemm, num_multiprocessors), may_overlap);
+            let of_rows: Vec<ExpertRows> = rows.iter().copied().map(ExpertRows::alone).collect();
+            let batch = chooser.batch(&gemm, &rows);
+            let of_large = batch.multiprocessors_of_large(&gemm, &of_rows, num_multiprocessors).filter(|_| may_overlap);
+            let with_rows: std::collections::BTreeSet<usize> = dealt.into_iter().flatten().collect();
+            for (at, Dealt { num_blocks, lets_next }) in launches.into_iter().enumerate() {
+                let is_large = table.programs[at].of_class == 1;
+                let wanted = match of_large {
+                    _ if !with_rows.contains(&at) => 0,
+                    None => num_multiprocessors,
+                    Some(of_large) => if is_large { of_large } else { num_multiprocessors - of_large },
+                };
+                prop_assert_eq!(num_blocks, wanted);
+                prop_assert_eq!(lets_next == 1, may_overlap && (of_large.is_some() || with_rows.len() < 2));
+            }
+        }
+
         /// With fewer candidates all are still served, in the same order over K: bits stay.
         #[test]
         fn a_declared_capacity_leaves_fewer_kernels_and_no_other_order(
@@ -240,7 +346,7 @@ mod tests {
             let experts = || rows.iter().map(|rows| (Weights::Nvfp4, *rows));
             for ((a, b), rows) in table.deal(experts()).into_iter().zip(whole.deal(experts())).zip(&rows) {
                 prop_assert_eq!(a.is_some(), *rows > 0);
-                let is_small = |table: &DealTable, at: usize| matches!(table.programs[at].cost.schedule, Schedule::Small { .. });
+                let is_small = |table: &DealTable, at: usize| matches!(table.programs[at].cost.schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
                 prop_assert_eq!(a.map(|at| is_small(&table, at)), b.map(|at| is_small(&whole, at)));
             }
         }
@@ -250,6 +356,6 @@ mod tests {
     fn few_rows_leave_few_kernels() {
         let chooser = Chooser { family: Family::Wgmma, batch_invariant: false };
         let num = |max_rows| DealTable::new(&[chooser.candidates(&gemm(Weights::Nvfp4, 3584)).up_to(max_rows)]);
-        assert_eq!([1, 8, 16, 32, 64, 128, 8192].map(|rows| num(rows).programs.len()), [2, 2, 3, 3, 3, 4, 5]);
+        assert_eq!([1, 8, 16, 32, 64, 128, 8192].map(|rows| num(rows).programs.len()), [2, 2, 4, 4, 4, 5, 6]);
     }
 }

@@ -8,7 +8,7 @@ use super::super::arch::Arch;
 use super::super::request::{Define, KernelRequest};
 use super::super::source::{
     ACTIVATION, BASE, EXPERT, EXPERTS, GATHER, HOPPER, Header, IMAGE, KernelSource, NVFP4, RANGES_FEED, RANGES_ROWS,
-    REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
+    REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, TURNS, WEIGHTS, WGMMA_EPILOGUE, WGMMA_TILES,
 };
 use crate::numerics::activation::Activation;
 
@@ -28,6 +28,7 @@ const WGMMA_HEADERS: &[Header] = &[
     NVFP4,
     REQUANTISE,
     STORE,
+    TURNS,
     WEIGHTS,
     WGMMA_EPILOGUE,
     WGMMA_TILES,
@@ -40,7 +41,9 @@ const WGMMA: KernelSource = KernelSource {
 const SMALL: KernelSource = KernelSource {
     name: "grouped_gemm_small",
     main: include_str!("../../../kernels/grouped_gemm_small.cu"),
-    headers: &[ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, WEIGHTS],
+    headers: &[
+        ACTIVATION, BASE, EXPERT, EXPERTS, HOPPER, NVFP4, REQUANTISE, SMALL_FEED, SMALL_PLAN, STORE, TURNS, WEIGHTS,
+    ],
 };
 const RANGES_HEADERS: &[Header] = &[
     ACTIVATION,
@@ -54,6 +57,7 @@ const RANGES_HEADERS: &[Header] = &[
     REQUANTISE,
     SMALL_PLAN,
     STORE,
+    TURNS,
     WEIGHTS,
 ];
 const RANGES: KernelSource = KernelSource {
@@ -119,8 +123,8 @@ pub struct GroupedGemmArgs {
     pub parts: u64,
     /// Address of a u32, zero before and after: tiles that wgmma schedules have given out.
     pub given_out: u64,
-    /// Address of a u32: rows of all these experts, where only the device knows them; 0 elsewhere.
-    pub num_rows: u64,
+    /// Address of a [`Dealt`](super::deal::Dealt): what this launch does, where only the device knows that; 0 elsewhere.
+    pub dealt: u64,
     /// Multiplies every token value.
     pub token_scale: f32,
     /// Local experts.
@@ -164,8 +168,13 @@ pub enum Schedule {
         /// Rows a tile.
         block_rows: u32,
     },
-    /// `grouped_gemm_small.cu` or `grouped_gemm_ranges.cu`, which give equal bits: 8 or 16 rows.
+    /// `grouped_gemm_small.cu`: 8 or 16 rows.
     Small {
+        /// Rows a tile.
+        block_rows: u32,
+    },
+    /// `grouped_gemm_ranges.cu`, whose bits are those of `grouped_gemm_small.cu`: 16 rows, where slices of K are long.
+    Ranges {
         /// Rows a tile.
         block_rows: u32,
     },
@@ -177,6 +186,7 @@ impl fmt::Display for Schedule {
             Self::MmaSync { block_rows } => write!(f, "mma-{block_rows}"),
             Self::Wgmma { block_rows } => write!(f, "wgmma-{block_rows}"),
             Self::Small { block_rows } => write!(f, "small-{block_rows}"),
+            Self::Ranges { block_rows } => write!(f, "ranges-{block_rows}"),
         }
     }
 }
@@ -282,7 +292,7 @@ impl Schedule {
             (Self::Wgmma { .. }, Weights::Nvfp4) => 7,
             (Self::Wgmma { block_rows: 128 | 256 }, Weights::Bf16) => 4,
             (Self::Wgmma { .. }, Weights::Bf16) => 5,
-            (Self::Small { .. }, _) if self.takes_ranges(gemm) => 2,
+            (Self::Ranges { .. }, _) => 2,
             (Self::Small { .. }, _) => 3,
         }
     }
@@ -297,7 +307,10 @@ impl Schedule {
     #[must_use]
     pub fn block_rows(self) -> u32 {
         match self {
-            Self::MmaSync { block_rows } | Self::Wgmma { block_rows } | Self::Small { block_rows } => block_rows,
+            Self::MmaSync { block_rows }
+            | Self::Wgmma { block_rows }
+            | Self::Small { block_rows }
+            | Self::Ranges { block_rows } => block_rows,
         }
     }
 
@@ -346,32 +359,20 @@ impl Schedule {
                 Launch { num_threads: warpgroups * 128, shared_bytes, blocks_per_multiprocessor: 1 }
             }
             Self::Small { block_rows } => {
-                let shape = self.small_shape(gemm);
-                let shared_bytes = if self.takes_ranges(gemm) {
-                    shape.ranges_bytes(gemm, block_rows, stages)
-                } else {
-                    let sums = shape.warps * block_rows * 32 * 4;
-                    shape.warps * stages * shape.slot_bytes(gemm) + 2 * sums
-                };
+                let shape = SmallShape::SLICES;
+                let sums = shape.warps * block_rows * 32 * 4;
+                let shared_bytes = shape.warps * stages * shape.slot_bytes(gemm) + 2 * sums;
+                Launch { num_threads: shape.warps * 32, shared_bytes, blocks_per_multiprocessor: 1 }
+            }
+            Self::Ranges { block_rows } => {
+                let shape = self.ranges_shape(gemm);
+                let shared_bytes = shape.ranges_bytes(gemm, block_rows, stages);
                 Launch { num_threads: shape.warps * 32, shared_bytes, blocks_per_multiprocessor: 1 }
             }
         }
     }
 
-    /// Whether warps take ranges of slices, with the rows in shared memory, instead of a slice each with their rows in registers.
-    ///
-    /// NOTE: measured on one H200 (docs/measurements/2026-12-01-h200-kernels-5.md): better for 16 rows where slices of both
-    /// products are long, worse where they are short, and for 8 rows.
-    fn takes_ranges(self, gemm: &GroupedGemm) -> bool {
-        const LEAST_SLICE_STEPS: u32 = 5;
-        let is_long = |steps: u32| steps.div_ceil(SMALL_SLICES) >= LEAST_SLICE_STEPS;
-        self == Self::Small { block_rows: 16 } && is_long(gemm.fc1_steps()) && is_long(gemm.fc2_steps())
-    }
-
-    fn small_shape(self, gemm: &GroupedGemm) -> SmallShape {
-        if !self.takes_ranges(gemm) {
-            return SmallShape::SLICES;
-        }
+    fn ranges_shape(self, gemm: &GroupedGemm) -> SmallShape {
         let [first, last] = SmallShape::RANGES;
         let bytes = first.ranges_bytes(gemm, self.block_rows(), self.num_stages(gemm));
         if bytes <= SmallShape::MOST_BYTES { first } else { last }
@@ -381,15 +382,24 @@ impl Schedule {
     #[must_use]
     pub fn parts_bytes(self, gemm: &GroupedGemm) -> u32 {
         let sums = self.block_rows() * 32 * 4;
-        if self.takes_ranges(gemm) { self.small_shape(gemm).warps * SMALL_SLICES * sums } else { 0 }
+        if matches!(self, Self::Ranges { .. }) { self.ranges_shape(gemm).warps * SMALL_SLICES * sums } else { 0 }
     }
 
     /// Whether there is such a kernel: the small ones keep a slice of a row's values in registers, or all rows in shared memory.
+    ///
+    /// NOTE: measured on one H200 (docs/measurements/2026-12-01-h200-kernels-5.md): ranges are worse where slices of either
+    /// product are short, and for 8 rows.
     #[must_use]
     pub fn serves(self, gemm: &GroupedGemm) -> bool {
-        let Self::Small { block_rows } = self else { return true };
-        let steps = gemm.fc1_steps().max(gemm.fc2_steps());
-        gemm.weights == Weights::Nvfp4 && steps.div_ceil(SMALL_SLICES) * (block_rows / 8) <= 16
+        const LEAST_SLICE_STEPS: u32 = 5;
+        let slices = [gemm.fc1_steps(), gemm.fc2_steps()].map(|steps| steps.div_ceil(SMALL_SLICES));
+        let is_small =
+            |block_rows: u32| gemm.weights == Weights::Nvfp4 && slices[0].max(slices[1]) * (block_rows / 8) <= 16;
+        match self {
+            Self::Small { block_rows } => is_small(block_rows),
+            Self::Ranges { block_rows } => is_small(block_rows) && slices[0].min(slices[1]) >= LEAST_SLICE_STEPS,
+            Self::MmaSync { .. } | Self::Wgmma { .. } => true,
+        }
     }
 
     /// What to compile.
@@ -398,7 +408,7 @@ impl Schedule {
         let source = match self {
             Self::MmaSync { .. } => MMA,
             Self::Wgmma { .. } => WGMMA,
-            Self::Small { .. } if self.takes_ranges(gemm) => RANGES,
+            Self::Ranges { .. } => RANGES,
             Self::Small { .. } => SMALL,
         };
         let launch = self.launch(gemm);
@@ -416,11 +426,11 @@ impl Schedule {
             .with("NUM_STAGES", self.num_stages(gemm))
             .with("NUM_THREADS", launch.num_threads)
             .with("SHARED_BYTES", launch.shared_bytes);
-        if !matches!(self, Self::Small { .. }) {
+        if !matches!(self, Self::Small { .. } | Self::Ranges { .. }) {
             request = request.with("WEIGHT_BITS", weight_bits);
         }
-        if self.takes_ranges(gemm) {
-            let slot_steps = self.small_shape(gemm).most_slot_steps;
+        if matches!(self, Self::Ranges { .. }) {
+            let slot_steps = self.ranges_shape(gemm).most_slot_steps;
             request = request.with("SLOT_STEPS", slot_steps).with("PARTS_BYTES", self.parts_bytes(gemm));
         }
         if matches!(self, Self::Wgmma { .. }) {
@@ -469,7 +479,9 @@ pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
         }
         let qwen3 = GroupedGemm { hidden: 4096, intermediate: 1536, ..k3 };
         for gemm in [k3, qwen3, GroupedGemm { intermediate: 4096, ..qwen3 }] {
-            all.extend([8, 16].map(|block_rows| Schedule::Small { block_rows }.request(&gemm, arch)));
+            let small = [8, 16].map(|block_rows| Schedule::Small { block_rows });
+            let few = small.into_iter().chain([Schedule::Ranges { block_rows: 16 }]);
+            all.extend(few.filter(|schedule| schedule.serves(&gemm)).map(|schedule| schedule.request(&gemm, arch)));
         }
         all.push(Schedule::Wgmma { block_rows: 256 }.request(&odd, arch));
         all.push(Schedule::Small { block_rows: 8 }.request(&odd, arch));

@@ -2,10 +2,11 @@
 
 use super::{Compiled, Group, GroupedGemmArgs, gemm, padded, padded_rows};
 use crate::backend::cuda::narrow;
+use crate::backend::cuda::programs::Launch;
 use crate::backend::{BackendError, LiveBatch, LiveBounds};
 use crate::cuda::{DeviceBuffer, Function};
 use crate::gpu::grow;
-use crate::jit::kernels::deal::{DealArgs, DealKernel, DealTable, MAX_PROGRAMS, MayRun, format_of};
+use crate::jit::kernels::deal::{DealArgs, DealKernel, DealTable, MAX_PROGRAMS, MayRun, Sizes, format_of};
 use crate::jit::kernels::grouped_gemm::{ExpertEntry, Weights};
 
 /// What dealing needs of a group beside its counts.
@@ -67,30 +68,39 @@ impl Group {
         let parts_bytes = programs.iter().map(|&at| self.programs[at].program.parts_bytes()).max();
         grow(&mut workspace.parts, parts_bytes.unwrap_or(0))?;
         workspace.grow_gathered(gpu.stream(), num_padded)?;
-        grow(&mut workspace.inner, num_padded * padded(self.spec.intermediate))?;
+        let inner = self.grow_inner(workspace, batch.bounds.max_rows)?;
         grow(&mut workspace.entries, programs.len() * num_experts)?;
-        grow(&mut workspace.program_rows, MAX_PROGRAMS)?;
+        grow(&mut workspace.dealt, MAX_PROGRAMS)?;
         let mut dealer = self.dealer.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if dealer.is_none() {
             *dealer = Some(Dealer::new(self)?);
         }
         let dealer = dealer.as_ref().unwrap_or_else(|| unreachable!("just made"));
+        let device = gpu.device();
+        let may_overlap =
+            programs.iter().all(|&at| self.programs[at].program.can_overlap()) && device.overlaps_in_graphs();
+        let sizes = Sizes::new(&gemm(&self.spec, Weights::Nvfp4)?, device.facts().num_multiprocessors);
         let deal = DealArgs {
-            programs: table.of_kernel(),
+            programs: table.of_kernel(sizes.hidden),
             expert_offsets: batch.expert_offsets.address_of(0..num_experts + 1)?,
             experts: dealer.entries.address(),
             formats: dealer.formats.address(),
             dealt: workspace.entries.address(),
-            num_rows: workspace.program_rows.address(),
+            launches: workspace.dealt.address(),
+            sizes,
             num_programs: narrow(programs.len()),
             num_experts: narrow(num_experts),
             max_small_rows: table.max_small_rows,
+            may_overlap: u32::from(may_overlap),
+            unused: 0,
         };
         // SAFETY: there are as many offsets, entries and formats as experts, and room for every program's list and count. They
         // live in workspaces or with the caller, whose freeing waits for the device.
         unsafe { dealer.function.launch(gpu.stream(), &DealKernel::SHAPE, &deal)? };
         let evidence = self.evidence.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        for (index, &program) in programs.iter().enumerate() {
+        let mut launches = Vec::with_capacity(programs.len());
+        for (index, &at) in programs.iter().enumerate() {
+            let program = &self.programs[at].program;
             let args = GroupedGemmArgs {
                 experts: workspace.entries.address_of(index * num_experts..(index + 1) * num_experts)?,
                 expert_offsets: batch.expert_offsets.address(),
@@ -98,20 +108,21 @@ impl Group {
                 tokens: batch.tokens.address(),
                 image: workspace.image.address(),
                 gathered: workspace.gathered.address(),
-                inner: workspace.inner.address(),
+                inner: inner.of(program),
                 out,
-                counts: evidence.counters(program)?,
+                counts: evidence.counters(at)?,
                 parts: workspace.parts.address(),
                 given_out: workspace.given_out.address(),
-                num_rows: workspace.program_rows.address_of(index..index + 1)?,
+                dealt: workspace.dealt.address_of(index..index + 1)?,
                 token_scale: batch.token_scale,
                 num_experts: narrow(num_experts),
             };
-            // SAFETY: every buffer has room for the most rows that there may be, which whoever counts on the device keeps to;
-            // every row names a token, likewise. They live in workspaces or with the caller, whose freeing waits.
-            unsafe { self.programs[program].program.queue(gpu.stream(), &args, 0)? };
+            launches.push(Launch { program, args });
         }
-        Ok(())
+        // SAFETY: every buffer has room for the most rows that there may be, which whoever counts on the device keeps to;
+        // every row names a token, likewise. They live in workspaces or with the caller, whose freeing waits. What the lists are
+        // was queued above. Launches that overlap with anything to do are of no more rows than both have an input of FC2 for.
+        unsafe { self.shared.side.queue_dealt(gpu.stream(), &launches, may_overlap) }
     }
 
     /// Counts the rows that programs were dealt, by the host's own choice from the same counts.

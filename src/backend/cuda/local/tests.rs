@@ -47,12 +47,12 @@ fn lines(num_experts: usize) -> Vec<(String, Vec<usize>)> {
     lines
 }
 
-fn gpu() -> crate::gpu::Gpu {
+pub(super) fn gpu() -> crate::gpu::Gpu {
     crate::gpu::Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap()
 }
 
 /// A layer of equal experts, and tokens for it.
-fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (LocalLayer, Vec<u16>) {
+pub(super) fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (LocalLayer, Vec<u16>) {
     let mut rng = Random::new(5);
     let pattern = expert(&mut rng, &spec, Format::Nvfp4);
     let layer = LocalLayer::new(&Gpu::new(cuda::WGMMA, opened, 8).unwrap(), spec, &[pattern], size).unwrap();
@@ -61,7 +61,7 @@ fn layer(opened: &crate::gpu::Gpu, spec: ExpertsSpec, size: LocalSize) -> (Local
 }
 
 /// Computes so often into rubbish: all rows are there, and have the bits that were `wanted`, or first found.
-fn assert_repeats(work: &mut LocalWork<'_>, repeats: usize, wanted: &mut Option<Vec<f32>>, what: &str) {
+pub(super) fn assert_repeats(work: &mut LocalWork<'_>, repeats: usize, wanted: &mut Option<Vec<f32>>, what: &str) {
     let LocalLayer { spec, shared, .. } = work.replay.layer;
     for repeat in 0..repeats {
         work.buffers.out.fill_bytes(shared.stream(), 0xff).unwrap();
@@ -139,7 +139,9 @@ fn gpu_small_tiles_give_equal_bits() {
                 ExpertsSpec { hidden, intermediate, activation: SITU, quantise_activations, batch_invariant: false };
             let (layer, values) = layer(&opened, spec, LocalSize { num_experts, num_sets: 1 });
             let small = [8, 16].map(|block_rows| Schedule::Small { block_rows });
-            layer.shared.programs.load(&small.into_iter().collect(), &layer.gemm).unwrap();
+            let mut small = BTreeSet::from(small);
+            small.extend([Schedule::Ranges { block_rows: 16 }].iter().filter(|ranges| ranges.serves(&layer.gemm)));
+            layer.shared.programs.load(&small, &layer.gemm).unwrap();
             let mut rng = Random::new(11);
             for round in 0..6 {
                 let most = [17, 2, 1, 9, 40, 17][round];
@@ -149,7 +151,7 @@ fn gpu_small_tiles_give_equal_bits() {
                 }
                 counts[round] = [16, 1, 8, 3, 300, 0][round];
                 let mut wanted: Option<Vec<f32>> = None;
-                for schedule in small {
+                for &schedule in &small {
                     let tokens = LocalTokens { values: &values, scale: 5.0 / 2688.0 };
                     let mut work = layer.work_by(&counts, tokens, |_| schedule, None).unwrap();
                     assert_repeats(&mut work, 3, &mut wanted, &format!("{schedule}, round {round}"));
@@ -179,7 +181,7 @@ fn gpu_times_of_every_schedule() {
             // Small tiles of many rows take very long, and those of few in large ones say nothing.
             let is_worth = |schedule: &&Schedule| {
                 let rows = schedule.block_rows() as usize;
-                let small = matches!(schedule, Schedule::Small { .. });
+                let small = matches!(schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
                 if small { most <= 16 && most <= rows } else { most <= 8 * rows && rows <= 16 * most }
             };
             let mut works: Vec<_> = all
