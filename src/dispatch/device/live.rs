@@ -8,6 +8,7 @@ use std::mem::offset_of;
 
 use bytemuck::Zeroable;
 
+use super::combining::Back;
 use super::few::{Few, Sides};
 use super::stages::{LiveRuns, narrow};
 use super::{Buffers, DeviceTokens, DeviceTransport, Way};
@@ -248,23 +249,15 @@ impl DeviceTransport {
             CombineMode::Slot => (extent.max_rows(), offset_of!(Live, num_rows)),
             CombineMode::Rank => (extent.max_received(), offset_of!(Live, num_received)),
         };
-        let count = live.at(count);
-        let home = match (push, &self.way) {
-            (Some(push), Way::Pushed(nvlink)) => {
-                let push = push.with_live_word(live.word_address());
-                let homes = Some((Run::whole(0), push.raise(Flag::Rows)));
-                let runs = LiveRuns { runs: live.at(offset_of!(Live, homes)), count };
-                self.stages.queue_give_back(buffers, most, extent.num_topk, homes, runs)?;
-                nvlink.queue_hear(&self.gpu, &push, Flag::Rows)?;
-                push.home()
-            }
-            _ => {
-                let runs = LiveRuns { runs: 0, count };
-                self.stages.queue_give_back(buffers, most, extent.num_topk, None, runs)?;
-                buffers.back.address()
-            }
+        let (Some(push), Way::Pushed(nvlink)) = (push, &self.way) else {
+            return Ok(self.stages.add_own(buffers, tokens, out)?);
         };
-        Ok(self.stages.add(buffers, tokens, home, out)?)
+        let push = push.with_live_word(live.word_address());
+        let runs = LiveRuns { runs: live.at(offset_of!(Live, homes)), count: live.at(count) };
+        let (homes, raise) = (Run::whole(0), push.raise(Flag::Rows));
+        let back = Back { num_back: most, num_topk: extent.num_topk, homes, live: runs, raise };
+        let home = (push.home(), nvlink.hearing(&push, Flag::Rows)?);
+        Ok(self.stages.exchange(buffers, &back, tokens, home, out)?)
     }
 
     /// What left and what came, once the host has waited for the step and [`LiveStep::queue_numbers`] behind it.

@@ -7,6 +7,7 @@
 //! to. In two levels ([`TwoLevels`]) what is carried is passed on once more.
 
 mod buffers;
+mod combining;
 mod echo;
 mod few;
 mod live;
@@ -361,9 +362,8 @@ impl DeviceTransport {
                 buffers.home.address()
             }
             _ => {
-                self.stages.give_back(buffers, &handle.received, tokens.num_topk, None)?;
                 world.count_carried_to(Cargo::Rows, &scaled(num_back, row_bytes));
-                buffers.back.address()
+                return Ok(self.stages.add_own(buffers, tokens, out)?);
             }
         };
         Ok(self.stages.add(buffers, tokens, home, out)?)

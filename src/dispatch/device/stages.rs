@@ -16,7 +16,7 @@ use crate::gpu::{Gpu, GpuError, grow};
 use crate::ids::Rank;
 use crate::jit::KernelRequest;
 use crate::jit::kernels::dispatch::{
-    CombineArgs, DispatchArgs, NUM_THREADS, PACK_BYTES_PER_SLOT, ReceiveArgs, TravelKernels, count_block, index_block,
+    DispatchArgs, NUM_THREADS, PACK_BYTES_PER_SLOT, ReceiveArgs, TravelKernels, count_block, index_block,
 };
 use crate::jit::kernels::few;
 use crate::jit::kernels::nvlink::{Hear, Raise, Run, Tell};
@@ -41,12 +41,13 @@ impl Forms {
     /// The kernels for it.
     #[must_use]
     pub fn kernels(&self) -> TravelKernels {
-        let Travel { payload, row_form, .. } = self.travel;
+        let Travel { payload, row_form, mode, .. } = self.travel;
         TravelKernels {
             hidden: narrow(row_form.hidden),
             payload,
             quantise: self.quantise.is_some(),
             form: row_form.form,
+            mode,
         }
     }
 }
@@ -54,14 +55,18 @@ impl Forms {
 /// Kernels of one layer's forms on one rank.
 #[derive(Debug)]
 pub struct Stages {
-    gpu: Gpu,
-    forms: Forms,
+    pub(super) gpu: Gpu,
+    pub(super) forms: Forms,
     rank: Rank,
     pub(super) leaving: LeavingKernels,
     pub(super) index: Function,
     unpack: Function,
-    give_back: Function,
-    add: Function,
+    pub(super) give_back: Function,
+    pub(super) add: Function,
+    /// Both in one.
+    pub(super) exchange: Function,
+    /// Both in one, of a rank alone.
+    pub(super) add_own: Function,
     pub(super) few: Function,
 }
 
@@ -94,7 +99,7 @@ pub(super) struct LiveRuns {
     pub count: u64,
 }
 
-const NOT_LIVE: LiveRuns = LiveRuns { runs: 0, count: 0 };
+pub(super) const NOT_LIVE: LiveRuns = LiveRuns { runs: 0, count: 0 };
 
 /// Numbers of tokens, slots and rows of a chunk fit in 32 bits, or its buffers fit no device.
 pub(super) fn narrow(number: usize) -> u32 {
@@ -111,10 +116,6 @@ impl Stages {
         let placement = forms.travel.placement;
         let (_, index_bytes) = index_block(narrow(placement.local_experts(rank).len()));
         let [dispatch, receive, combine, few] = kernels.requests(arch);
-        let (give_back, add) = match forms.travel.mode {
-            CombineMode::Slot => (TravelKernels::RETURN_SLOTS, TravelKernels::ADD_SLOTS),
-            CombineMode::Rank => (TravelKernels::RETURN_SUMS, TravelKernels::ADD_SUMS),
-        };
         Ok(Self {
             gpu: gpu.clone(),
             forms,
@@ -122,8 +123,10 @@ impl Stages {
             leaving: LeavingKernels::new(gpu, dispatch, placement.num_ranks())?,
             index: gpu.function(receive.clone(), TravelKernels::INDEX, index_bytes)?,
             unpack: gpu.function(receive, TravelKernels::UNPACK, 0)?,
-            give_back: gpu.function(combine.clone(), give_back, 0)?,
-            add: gpu.function(combine, add, 0)?,
+            give_back: gpu.function(combine.clone(), TravelKernels::GIVE_BACK, 0)?,
+            add: gpu.function(combine.clone(), TravelKernels::ADD, 0)?,
+            exchange: gpu.function(combine.clone(), TravelKernels::EXCHANGE, 0)?,
+            add_own: gpu.function(combine, TravelKernels::ADD_OWN, 0)?,
             few: gpu.function(few, few::FUNCTION, 0)?,
         })
     }
@@ -357,89 +360,6 @@ impl Stages {
         self.launch(&self.index, LaunchShape { shared_bytes, ..shape }, &args)?;
         let num_blocks = self.one_by_one(num_tokens, &Raise::none()).grid[0] + num_more;
         self.launch(&self.unpack, LaunchShape::rows(num_blocks, NUM_THREADS), &args)
-    }
-
-    /// The computed `buffers.rows` into what goes back: `buffers.back`, or the homes of other ranks, which then hear of it.
-    ///
-    /// # Errors
-    /// If there is no memory or the driver fails.
-    pub fn give_back(
-        &self,
-        buffers: &mut Buffers,
-        received: &ReceivedCounts,
-        num_topk: usize,
-        homes: Option<([Run; MAX_PEERS], Raise)>,
-    ) -> Result<(), GpuError> {
-        let num_back = match self.forms.travel.mode {
-            CombineMode::Slot => received.total_rows(),
-            CombineMode::Rank => received.total_tokens(),
-        };
-        self.queue_give_back(buffers, num_back, num_topk, homes, NOT_LIVE)
-    }
-
-    /// The same for up to `num_back` rows; what `live` points to says how many, and where to, unless it is nothing.
-    pub(super) fn queue_give_back(
-        &self,
-        buffers: &mut Buffers,
-        num_back: usize,
-        num_topk: usize,
-        homes: Option<([Run; MAX_PEERS], Raise)>,
-        live: LiveRuns,
-    ) -> Result<(), GpuError> {
-        let Travel { mode, row_form, .. } = self.forms.travel;
-        let (slot_row, num_topk) = match mode {
-            CombineMode::Slot => (&buffers.return_rows, 1),
-            CombineMode::Rank => (&buffers.slot_row, num_topk),
-        };
-        let (out, raise) = match homes {
-            Some(homes) => homes,
-            None => {
-                grow(&mut buffers.back, num_back * row_form.form.row_bytes(row_form.hidden))?;
-                (Run::whole(buffers.back.address()), Raise::none())
-            }
-        };
-        let args = CombineArgs {
-            rows: buffers.rows.address(),
-            slot_row: slot_row.address(),
-            weights: buffers.weights.address(),
-            out,
-            raise,
-            live_out: live.runs,
-            live_tokens: live.count,
-            num_tokens: num_back as u64,
-            num_topk: narrow(num_topk),
-            padding: 0,
-        };
-        self.launch(&self.give_back, self.one_by_one(num_back, &raise), &args)
-    }
-
-    /// Adds what came home, `home`, into the rows of `tokens` in `out`, which it overwrites.
-    ///
-    /// # Errors
-    /// If `out` is too small or the driver fails.
-    pub fn add(
-        &self,
-        buffers: &Buffers,
-        tokens: &DeviceTokens<'_>,
-        home: u64,
-        out: &mut DeviceBuffer<f32>,
-    ) -> Result<(), GpuError> {
-        let row_form = self.forms.travel.row_form;
-        let DeviceTokens { weights, tokens, num_topk, live_tokens, .. } = tokens;
-        let sums = out.address_of(tokens.start * row_form.hidden..tokens.end * row_form.hidden)?;
-        let args = CombineArgs {
-            rows: home,
-            slot_row: buffers.home_rows.address(),
-            weights: weights.address_of(tokens.start * num_topk..tokens.end * num_topk)?,
-            out: Run::whole(sums),
-            raise: Raise::none(),
-            live_out: 0,
-            live_tokens: *live_tokens,
-            num_tokens: tokens.len() as u64,
-            num_topk: narrow(*num_topk),
-            padding: 0,
-        };
-        self.launch(&self.add, self.one_by_one(tokens.len(), &args.raise), &args)
     }
 
     /// Experts of this rank.

@@ -259,6 +259,11 @@ impl Bench {
             }
             let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|value| value.to_bits()).collect() };
             assert_same(&bits(&got), &bits(&expected), world.hidden, &what);
+            if num_ranks == 1 {
+                let got = self
+                    .add_with((world, &homes[rank]), |buffers, tokens, out| stages[rank].add_own(buffers, tokens, out));
+                assert_same(&bits(&got), &bits(&expected), world.hidden, &format!("{what} alone"));
+            }
         }
     }
 
@@ -316,7 +321,9 @@ impl Bench {
         let local_idx: Vec<i32> = rows().flat_map(|row| layout.local_idx(row)).collect();
         let weights: Vec<f32> = rows().flat_map(|row| layout.weights(row)).collect();
         let mut random = Random(world.seed + 77 + rank as u64);
-        let rows: Vec<f32> = (0..plan.num_rows() * hidden).map(|_| random.value()).collect();
+        // Some round to -0, which the sum at home makes 0.
+        let mut row_value = || if random.below(9) == 0 { -f32::from_bits(1) } else { random.value() };
+        let rows: Vec<f32> = (0..plan.num_rows() * hidden).map(|_| row_value()).collect();
         self.buffers.rows = self.on_device(&rows);
         stages.give_back(&mut self.buffers, received, num_topk, None).unwrap();
         let hosted = local_idx.iter().zip(&weights).filter(|(id, _)| **id != NOT_HERE);
@@ -369,14 +376,23 @@ impl Bench {
         plan
     }
 
-    fn add(&mut self, world: &World, (stages, home): (&Stages, &Home), bytes: &[u8]) -> Vec<f32> {
+    fn add(&self, world: &World, (stages, home): (&Stages, &Home), bytes: &[u8]) -> Vec<f32> {
+        let target = self.put(bytes);
+        self.add_with((world, home), |buffers, tokens, out| stages.add(buffers, tokens, target.address(), out))
+    }
+
+    /// What `add` makes of rubbish.
+    fn add_with(
+        &self,
+        (world, home): (&World, &Home),
+        add: impl FnOnce(&Buffers, &DeviceTokens<'_>, &mut DeviceBuffer<f32>) -> Result<(), GpuError>,
+    ) -> Vec<f32> {
         let (values, ids, weights) =
             (self.on_device(&home.values), self.on_device(&home.idx), self.on_device(&home.weights));
         let num_tokens = home.idx.len() / world.num_topk;
         let tokens = all_of((&values, &ids, &weights), (num_tokens, world.num_topk));
-        let target = self.put(bytes);
         let mut out = self.on_device(&vec![f32::NAN; home.values.len()]);
-        stages.add(&self.buffers, &tokens, target.address(), &mut out).unwrap();
+        add(&self.buffers, &tokens, &mut out).unwrap();
         out.download(self.gpu.stream()).unwrap()
     }
 }
@@ -415,7 +431,7 @@ fn gpu_ranks_1_to_16_pack_and_combine_like_the_host() {
     let mut bench = Bench::new();
     for (payload, quantise, mode, form) in all_forms() {
         for num_tokens in [vec![37], vec![5, 64], vec![0, 9, 1], vec![33; 8], (0..16).map(|rank| rank * 3).collect()] {
-            for (num_experts, num_topk, hidden) in [(7, 3, 48), (61, 8, 256), (5, 40, 16)] {
+            for (num_experts, num_topk, hidden) in [(7, 3, 48), (61, 8, 1200), (5, 40, 16)] {
                 let (num_tokens, seed, values) = (num_tokens.clone(), num_experts as u64, Values::Plain);
                 let world =
                     World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form, values };
@@ -470,18 +486,9 @@ fn gpu_quantises_ten_million_values_like_the_host() {
     for input_scale in [1.0, 0.0037, nvfp4::MIN_INPUT_SCALE, 1e3] {
         for (payload, quantise) in [(PayloadForm::Nvfp4 { input_scale }, None), (PayloadForm::F32, Some(input_scale))] {
             let (num_tokens, values) = (vec![39_063], Values::Around(input_scale));
-            bench.play(&World {
-                num_experts,
-                num_topk,
-                hidden,
-                num_tokens,
-                seed,
-                payload,
-                quantise,
-                mode,
-                form,
-                values,
-            });
+            let world =
+                World { num_experts, num_topk, hidden, num_tokens, seed, payload, quantise, mode, form, values };
+            bench.play(&world);
         }
     }
 }

@@ -11,6 +11,8 @@ use super::super::source::{
 use super::few;
 use super::live::SettleArgs;
 use super::nvlink::{Hear, Raise, Run, Tell};
+use crate::cuda::LaunchShape;
+use crate::dispatch::combine::CombineMode;
 use crate::dispatch::layout::{CombineForm, PayloadForm};
 use crate::dispatch::region::MAX_PEERS;
 
@@ -24,8 +26,11 @@ const RECEIVE: KernelSource = KernelSource {
     main: include_str!("../../../kernels/receive.cu"),
     headers: &[BASE, HEAR, LIVE, NVFP4, PAYLOAD, PEERS, REQUANTISE, SETTLE, TILES, UNPACK_VALUES],
 };
-const COMBINE: KernelSource =
-    KernelSource { name: "combine", main: include_str!("../../../kernels/combine.cu"), headers: &[BASE, PEERS, TILES] };
+const COMBINE: KernelSource = KernelSource {
+    name: "combine",
+    main: include_str!("../../../kernels/combine.cu"),
+    headers: &[BASE, HEAR, PEERS, TILES],
+};
 
 /// Threads of a block, at most.
 pub const NUM_THREADS: u32 = 256;
@@ -35,6 +40,19 @@ const WARP: u32 = 32;
 const SHARED_WORDS: u32 = 40 << 10 >> 2;
 /// Dynamic shared memory of `pack_tokens`, for each slot of a token.
 pub const PACK_BYTES_PER_SLOT: u32 = 40;
+
+/// `kPieceColumns` and `kBlocks` of `kernels/combine.cu`.
+const PIECE_COLUMNS: usize = 128;
+const COMBINE_BLOCKS: usize = 2;
+
+/// The launch of a kernel of `kernels/combine.cu` for up to `num_rows` tokens or rows on so many multiprocessors: a piece of a token
+/// for a warp of each block, as far as blocks run at once. `least` blocks at least.
+#[must_use]
+pub fn combine_shape((num_rows, hidden): (usize, usize), num_multiprocessors: usize, least: usize) -> LaunchShape {
+    let num_pieces = num_rows.saturating_mul(hidden.div_ceil(PIECE_COLUMNS));
+    let num_blocks = num_pieces.min(num_multiprocessors * COMBINE_BLOCKS).max(least);
+    LaunchShape::rows(u32::try_from(num_blocks).unwrap_or(u32::MAX), NUM_THREADS)
+}
 
 /// A block that walks a tile: each warp a part, with so many words for its counts, and so many for all.
 fn tile_block(of_warp: u32, of_all: u32) -> (u32, u32) {
@@ -131,16 +149,28 @@ pub struct ReceiveArgs {
 #[repr(C)]
 #[expect(missing_docs, reason = "the kernel's source says what each is")]
 pub struct CombineArgs {
+    pub owner: Half,
+    pub home: Half,
+    pub home_rows: u64,
+    pub sums: u64,
+    pub out: [Run; MAX_PEERS],
+    pub live_out: u64,
+    pub raise: Raise,
+    pub hear: Hear,
+    pub num_topk: u32,
+    pub padding: u32,
+}
+
+/// A part of it; see the struct of that name there.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+#[expect(missing_docs, reason = "the kernel's source says what each is")]
+pub struct Half {
     pub rows: u64,
     pub slot_row: u64,
     pub weights: u64,
-    pub out: [Run; MAX_PEERS],
-    pub raise: Raise,
-    pub live_out: u64,
     pub live_tokens: u64,
     pub num_tokens: u64,
-    pub num_topk: u32,
-    pub padding: u32,
 }
 
 /// What the kernels of a layer's way to experts and back are made for.
@@ -152,8 +182,10 @@ pub struct TravelKernels {
     pub payload: PayloadForm,
     /// Whether tokens that travel unquantised go through NVFP4 where they arrive.
     pub quantise: bool,
-    /// How rows come back.
+    /// How rows come back, each by itself or added up.
     pub form: CombineForm,
+    /// Which of the two.
+    pub mode: CombineMode,
 }
 
 impl TravelKernels {
@@ -165,14 +197,14 @@ impl TravelKernels {
     pub const INDEX: &'static str = "index_slots";
     /// Unpacks what has arrived.
     pub const UNPACK: &'static str = "unpack_tokens";
-    /// Rows of slots, on their way back.
-    pub const RETURN_SLOTS: &'static str = "return_slots";
-    /// Sums of tokens, on their way back.
-    pub const RETURN_SUMS: &'static str = "return_sums";
-    /// Rows of slots, at home.
-    pub const ADD_SLOTS: &'static str = "add_slots";
-    /// Sums of ranks, at home.
-    pub const ADD_SUMS: &'static str = "add_sums";
+    /// Rows of slots, or sums of tokens, on their way back.
+    pub const GIVE_BACK: &'static str = "give_back";
+    /// Rows of slots, or sums of ranks, at home.
+    pub const ADD: &'static str = "add";
+    /// Both in one, between ranks that store into each other's memory.
+    pub const EXCHANGE: &'static str = "exchange";
+    /// Both in one, of a rank alone.
+    pub const ADD_OWN: &'static str = "add_own";
 
     fn payload_bits(&self) -> u32 {
         match self.payload {
@@ -237,6 +269,7 @@ impl TravelKernels {
             .with_arguments::<CombineArgs>()
             .with("HIDDEN", self.hidden)
             .with("RETURN_BITS", bits)
+            .with("PER_SLOT", self.mode == CombineMode::Slot)
     }
 
     /// All of them that one level has.
@@ -250,16 +283,16 @@ impl TravelKernels {
 pub(super) fn all(arch: Arch) -> Vec<KernelRequest> {
     let nvfp4 = PayloadForm::Nvfp4 { input_scale: 1.0 };
     let forms = [
-        (PayloadForm::F32, false, CombineForm::F32),
-        (PayloadForm::F32, true, CombineForm::Bf16),
-        (PayloadForm::Bf16, false, CombineForm::F32),
-        (PayloadForm::Bf16, true, CombineForm::F32),
-        (nvfp4, true, CombineForm::F32),
+        (PayloadForm::F32, false, CombineForm::F32, CombineMode::Slot),
+        (PayloadForm::F32, true, CombineForm::Bf16, CombineMode::Rank),
+        (PayloadForm::Bf16, false, CombineForm::F32, CombineMode::Rank),
+        (PayloadForm::Bf16, true, CombineForm::Bf16, CombineMode::Slot),
+        (nvfp4, true, CombineForm::F32, CombineMode::Slot),
     ];
     let mut all: Vec<KernelRequest> = Vec::new();
     for hidden in [3584, 48] {
-        let of_form = |(payload, quantise, form)| {
-            let kernels = TravelKernels { hidden, payload, quantise, form };
+        let of_form = |(payload, quantise, form, mode)| {
+            let kernels = TravelKernels { hidden, payload, quantise, form, mode };
             kernels.requests(arch).into_iter().chain([kernels.forward(arch)])
         };
         for request in forms.into_iter().flat_map(of_form) {

@@ -30,7 +30,7 @@ pub use topk::{TopkArgs, TopkVariant};
 use super::arch::Arch;
 use super::request::KernelRequest;
 use crate::config::{BackendFamily, Levels, Moe};
-use crate::dispatch::travel::{combine_form, payload_form};
+use crate::dispatch::travel::{combine_form, combine_mode, payload_form};
 use crate::model::MoeGeometry;
 use crate::numerics::activation::Activation;
 use crate::select::{LayerDecision, Members, Problem, Quant};
@@ -98,6 +98,7 @@ pub fn travel(problem: &Problem, decision: &LayerDecision, levels: Levels, arch:
         payload: payload_form(decision, 1.0),
         quantise: decision.quantise_activations,
         form: combine_form(decision),
+        mode: combine_mode(decision),
     };
     let passing_on = (levels == Levels::Two).then(|| kernels.forward(arch));
     kernels

@@ -51,7 +51,7 @@ impl Bench {
 fn gpu_what_comes_is_settled_as_hosts_do() {
     let gpu = Gpu::open(0, &Kernels::OnDemand(std::env::var("LOCKSTEP_NVRTC").ok())).unwrap();
     let (payload, form) = (PayloadForm::Bf16, CombineForm::F32);
-    let kernels = TravelKernels { hidden: 16, payload, quantise: false, form };
+    let kernels = TravelKernels { hidden: 16, payload, quantise: false, form, mode: CombineMode::Slot };
     let index = gpu.function(kernels.receive(gpu.arch()), TravelKernels::INDEX, 0).unwrap();
     let mut bench = Bench { live: LiveStep::new(&gpu).unwrap(), index, gpu };
     let mut random = Random(7);
