@@ -1,5 +1,5 @@
 //! A few tokens between devices that store into each other's memory, in one launch: from values at home to rows as experts read
-//! them. What [`Stages`](super::Stages) do in several, with no buffer between.
+//! them. What [`Stages`] do in several, with no buffer between.
 
 use super::stages::narrow;
 use super::{Buffers, DeviceTokens, DeviceTransport, Stages};

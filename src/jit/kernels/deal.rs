@@ -3,7 +3,7 @@
 //! is its oracle.
 //!
 //! All kernels that may run are queued before anybody knows; a list of experts is made for each, and one whose list is empty ends
-//! at once. Of two that have rows both may run at once, as the host's may ([`super::abreast`]): what each list's launch does is
+//! at once. Of two that have rows both may run at once, as the host's may (`abreast.rs`): what each list's launch does is
 //! found with it ([`Dealt`]). How few may run follows from the most rows that an expert may have, hence from declared sizes alone. Which of
 //! them runs changes no bits: tiles of one order have equal ones, and the order follows from an expert's own rows.
 
