@@ -198,7 +198,7 @@ impl Stages {
             buffers.scratch = DeviceBuffer::zeroed(self.gpu.stream(), placement.num_experts() + 1)?;
         }
         grow(&mut buffers.starts, num_columns)?;
-        grow(&mut buffers.send_tiles, num_columns * MAX_TILES)?;
+        self.grow_tiles(&mut buffers.send_tiles, num_columns)?;
         grow(&mut buffers.slot_token, num_tokens * num_topk)?;
         grow(&mut buffers.slot_home, num_tokens * num_topk)
     }
@@ -319,7 +319,7 @@ impl Stages {
         (live, coming): (LiveRuns, Option<Coming>),
     ) -> Result<(), GpuError> {
         let (num_experts, num_slots) = (self.num_experts(), num_tokens * num_topk);
-        grow(&mut buffers.receive_tiles, (num_experts + 1) * MAX_TILES)?;
+        self.grow_tiles(&mut buffers.receive_tiles, num_experts + 1)?;
         grow(&mut buffers.slot_place, num_slots)?;
         grow(&mut buffers.slot_order, num_slots)?;
         self.room_for_rows(buffers, (num_tokens, num_rows), num_topk)?;
@@ -360,6 +360,15 @@ impl Stages {
         self.launch(&self.index, LaunchShape { shared_bytes, ..shape }, &args)?;
         let num_blocks = self.one_by_one(num_tokens, &Raise::none()).grid[0] + num_more;
         self.launch(&self.unpack, LaunchShape::rows(num_blocks, NUM_THREADS), &args)
+    }
+
+    /// Room for columns of tiles' counts, zeros at first: kernels read four tiles at once and leave out those that there are not.
+    fn grow_tiles(&self, tiles: &mut DeviceBuffer<u32>, num_columns: usize) -> Result<(), GpuError> {
+        if tiles.len() < num_columns * MAX_TILES {
+            grow(tiles, num_columns * MAX_TILES)?;
+            tiles.fill_bytes(self.gpu.stream(), 0)?;
+        }
+        Ok(())
     }
 
     /// Experts of this rank.
