@@ -1,4 +1,4 @@
-// What sm_90a has beyond sm_80: barriers in shared memory, bulk copies that complete on them, wgmma, launches that overlap.
+// What sm_90a has beyond sm_80: barriers in shared memory, bulk copies that complete on them, wgmma.
 #pragma once
 
 #include "base.cuh"
