@@ -95,7 +95,7 @@ struct Share {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) deal_experts(const __grid_constant__ DealArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) deal_experts(const __grid_constant__ DealArgs args) {
     __shared__ u32 num_blocks[kMaxPrograms], num_sixteens[kMaxPrograms], widest[kMaxPrograms], num_rows[kMaxPrograms];
     __shared__ u32 chosen[kClasses], num_few, of_large, lets_next;
     if (threadIdx.x < kMaxPrograms) {
