@@ -35,6 +35,18 @@ struct alignas(16) Word4 {
 /// How many there are: what the device has counted, or where the host knows it, what it says.
 DEVICE u64 number_of(const u32* live, u64 known) { return live != nullptr ? *live : known; }
 
+/// What the lanes up to this one have together, of `kLanes` that lie one behind the other. All lanes of a warp call it.
+template <u32 kLanes = kWarp>
+DEVICE u32 sum_through(u32 mine) {
+    u32 through = mine;
+#pragma unroll
+    for (u32 distance = 1; distance < kLanes; distance *= 2) {
+        const u32 other = __shfl_up_sync(kAllLanes, through, distance, kLanes);
+        if (threadIdx.x % kLanes >= distance) through += other;
+    }
+    return through;
+}
+
 // ---- bits ----
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }

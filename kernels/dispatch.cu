@@ -193,11 +193,7 @@ DEVICE void sum_tiles(const DispatchArgs& args, u32* totals, u32* starts) {
             counts.v[i] = through - counts.v[i];
         }
         const u32 mine = through;
-#pragma unroll
-        for (u32 distance = 1; distance < kColumnLanes; distance *= 2) {
-            const u32 other = __shfl_up_sync(kAllLanes, through, distance, kColumnLanes);
-            if (lane >= distance) through += other;
-        }
+        through = sum_through<kColumnLanes>(mine);
         if (column >= num_columns) continue;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) counts.v[i] += through - mine;
@@ -276,17 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) count_tokens(const __grid
     walk<false>(args, part, counted);
     __syncthreads();
 
-    // What each warp has counted becomes what is before it in the tile
-    for (u32 column = threadIdx.x; column < num_columns; column += blockDim.x) {
-        u32 before = 0;
-        for (u32 warp = 0; warp < num_warps; ++warp) {
-            u32* count = of_ranks + warp * stride + column;
-            const u32 in_part = *count;
-            *count = before;
-            before += in_part;
-        }
-        args.tiles[static_cast<u64>(column) * kMaxTiles + blockIdx.x] = before;
-    }
+    sum_warps(of_ranks, stride, num_columns, args.tiles);
     if (is_last_block(args.scratch + args.num_experts)) {
         u32* totals = of_ranks + num_warps * stride;
         sum_tiles(args, totals, totals + num_columns);

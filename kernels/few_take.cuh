@@ -231,12 +231,7 @@ DEVICE bool index_few(const FewArgs& args, Index& index, u32* room) {
 #pragma unroll
         for (u32 other = 0; other < kWarps; ++other) mine += table[other * num_experts + expert];
     }
-    u32 through = mine;
-#pragma unroll
-    for (u32 distance = 1; distance < kWarp; distance *= 2) {
-        const u32 other = __shfl_up_sync(kAllLanes, through, distance);
-        if (lane >= distance) through += other;
-    }
+    const u32 through = sum_through(mine);
     if (lane == kWarp - 1) index.sums[warp] = through;
     __syncthreads();
     u32 start = through - mine, hosted_before = 0;

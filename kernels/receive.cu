@@ -155,17 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) index_slots(const __grid_
     walk<false>(args, runs, part, num_rows, num_rows + args.num_experts);
     __syncthreads();
 
-    // What each warp has counted becomes what is before it in the tile
-    for (u32 column = threadIdx.x; column < stride; column += blockDim.x) {
-        u32 before = 0;
-        for (u32 warp = 0; warp < num_warps; ++warp) {
-            u32* count = of_experts + warp * stride + column;
-            const u32 in_part = *count;
-            *count = before;
-            before += in_part;
-        }
-        args.tiles[static_cast<u64>(column) * kMaxTiles + blockIdx.x] = before;
-    }
+    sum_warps(of_experts, stride, stride, args.tiles);
     __syncthreads();
     walk<true>(args, runs, part, num_rows, num_rows + args.num_experts);
 }

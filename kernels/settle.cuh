@@ -122,12 +122,7 @@ DEVICE void settle(const SettleArgs& args, Arrived& arrived) {
 #pragma unroll 8
             for (u32 rank = 0; rank < args.num_ranks; ++rank) mine += told_of(args, rank, 2 + expert);
         }
-        u32 through = mine;
-#pragma unroll
-        for (u32 distance = 1; distance < kWarp; distance *= 2) {
-            const u32 other = __shfl_up_sync(kAllLanes, through, distance);
-            if (lane >= distance) through += other;
-        }
+        u32 through = sum_through(mine);
         if (lane == kWarp - 1) sums[warp] = through;
         __syncthreads();
         u32 total = 0;

@@ -56,3 +56,19 @@ DEVICE Part part_of_tile(u32 tile, u32 num_tokens, u32 tile_tokens) {
     const u32 first = min_of(end_of_tile, tile * tile_tokens + threadIdx.x / kWarp * part_tokens);
     return {first, min_of(end_of_tile, first + part_tokens)};
 }
+
+/// What each warp of a tile's block has counted, `[warps, stride]` in shared memory, becomes what is before it in the tile; its tile
+/// gets what they have together. All threads of the block call it.
+DEVICE void sum_warps(u32* of_warps, u32 stride, u32 num_columns, u32* tiles) {
+    const u32 num_warps = blockDim.x / kWarp;
+    for (u32 column = threadIdx.x; column < num_columns; column += blockDim.x) {
+        u32 before = 0;
+        for (u32 warp = 0; warp < num_warps; ++warp) {
+            u32* count = of_warps + warp * stride + column;
+            const u32 in_part = *count;
+            *count = before;
+            before += in_part;
+        }
+        tiles[static_cast<u64>(column) * kMaxTiles + blockIdx.x] = before;
+    }
+}

@@ -47,6 +47,12 @@ impl PayloadForm {
         values + scales
     }
 
+    /// The global scale that values are quantised with; 1 where they are not.
+    #[must_use]
+    pub const fn input_scale(self) -> f32 {
+        if let Self::Nvfp4 { input_scale } = self { input_scale } else { 1.0 }
+    }
+
     /// Writes `values` in this form.
     fn encode(self, values: &[f32], out: &mut [u8]) -> QuantCounts {
         match self {

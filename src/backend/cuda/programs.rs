@@ -76,9 +76,10 @@ impl Program {
         self.parts_bytes
     }
 
-    /// Whether launches of it can begin before those before them have ended (`kernels/turns.cuh`).
-    pub(super) fn can_overlap(&self) -> bool {
-        self.steps.iter().all(|step| step.shape.cooperative)
+    /// Whether launches of these may begin before those before them have ended (`kernels/turns.cuh`).
+    pub(super) fn may_overlap<'a>(device: &Device, programs: impl IntoIterator<Item = &'a Self>) -> bool {
+        let mut steps = programs.into_iter().flat_map(|program| &program.steps);
+        steps.all(|step| step.shape.cooperative) && device.overlaps_in_graphs()
     }
 
     /// Queues all kernels, which leave `num_spare` multiprocessors to others, though at most half of them.

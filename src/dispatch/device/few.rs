@@ -3,11 +3,9 @@
 
 use super::stages::narrow;
 use super::{Buffers, DeviceTokens, DeviceTransport, Stages};
-use crate::cuda::{DeviceBuffer, LaunchShape, PinnedBuffer};
+use crate::cuda::LaunchShape;
 use crate::dispatch::carrier::CarryError;
 use crate::dispatch::combine::CombineMode;
-use crate::dispatch::counts::SentCounts;
-use crate::dispatch::layout::PayloadForm;
 use crate::dispatch::nvlink::{Nvlink, Push};
 use crate::dispatch::region::{are_tagged, tagged_shared_bytes};
 use crate::dispatch::travel::Travel;
@@ -105,30 +103,6 @@ impl Stages {
         self.launch(&self.few, LaunchShape { shared_bytes, ..shape }, &args)
     }
 
-    /// Room for what leaves, counted.
-    pub(super) fn room_for_totals(&self, buffers: &mut Buffers) -> Result<(), GpuError> {
-        let num_words = SentCounts::num_words(self.forms().travel.placement);
-        if buffers.host_totals.len() != num_words {
-            buffers.host_totals = PinnedBuffer::zeroed(self.gpu().device(), num_words)?;
-            buffers.totals = DeviceBuffer::uninitialised(self.gpu().device(), num_words)?;
-        }
-        Ok(())
-    }
-
-    /// Room for so many tokens and rows, as experts read them.
-    pub(super) fn room_for_rows(
-        &self,
-        buffers: &mut Buffers,
-        (num_tokens, num_rows): (usize, usize),
-        num_topk: usize,
-    ) -> Result<(), GpuError> {
-        grow(&mut buffers.tokens, num_tokens * self.forms().travel.row_form.hidden)?;
-        grow(&mut buffers.slot_row, num_tokens * num_topk)?;
-        grow(&mut buffers.weights, num_tokens * num_topk)?;
-        grow(&mut buffers.row_token, num_rows)?;
-        grow(&mut buffers.return_rows, num_rows)
-    }
-
     fn few_args(
         &self,
         buffers: &Buffers,
@@ -164,7 +138,7 @@ impl Stages {
             num_experts: narrow(placement.num_experts()),
             num_local_experts: narrow(self.num_experts()),
             per_slot: u32::from(mode == CombineMode::Slot),
-            input_scale: if let PayloadForm::Nvfp4 { input_scale } = payload { input_scale } else { 1.0 },
+            input_scale: payload.input_scale(),
             arrived_scale: self.forms().quantise.unwrap_or(1.0),
             ..region
         })

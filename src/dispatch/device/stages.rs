@@ -7,8 +7,7 @@ use super::live::Coming;
 use super::{Buffers, DeviceTokens};
 use crate::cuda::{DeviceBuffer, Function, LaunchShape, PinnedBuffer};
 use crate::dispatch::combine::CombineMode;
-use crate::dispatch::counts::ReceivedCounts;
-use crate::dispatch::layout::PayloadForm;
+use crate::dispatch::counts::{ReceivedCounts, SentCounts};
 use crate::dispatch::nvlink::{Push, Telling};
 use crate::dispatch::region::{Flag, MAX_PEERS};
 use crate::dispatch::travel::Travel;
@@ -185,6 +184,30 @@ impl Stages {
         self.queue_counts(&self.leaving, &args, Some(&buffers.host_step))
     }
 
+    /// Room for what leaves, counted.
+    pub(super) fn room_for_totals(&self, buffers: &mut Buffers) -> Result<(), GpuError> {
+        let num_words = SentCounts::num_words(self.forms.travel.placement);
+        if buffers.host_totals.len() != num_words {
+            buffers.host_totals = PinnedBuffer::zeroed(self.gpu.device(), num_words)?;
+            buffers.totals = DeviceBuffer::uninitialised(self.gpu.device(), num_words)?;
+        }
+        Ok(())
+    }
+
+    /// Room for so many tokens and rows, as experts read them.
+    pub(super) fn room_for_rows(
+        &self,
+        buffers: &mut Buffers,
+        (num_tokens, num_rows): (usize, usize),
+        num_topk: usize,
+    ) -> Result<(), GpuError> {
+        grow(&mut buffers.tokens, num_tokens * self.forms.travel.row_form.hidden)?;
+        grow(&mut buffers.slot_row, num_tokens * num_topk)?;
+        grow(&mut buffers.weights, num_tokens * num_topk)?;
+        grow(&mut buffers.row_token, num_rows)?;
+        grow(&mut buffers.return_rows, num_rows)
+    }
+
     /// Room for the counts of so many tokens with so many slots.
     pub(super) fn grow_for_counts(
         &self,
@@ -286,7 +309,7 @@ impl Stages {
             num_tiles: narrow(num_tiles(tokens.len()).max(1)),
             num_host_words: 0,
             per_slot: u32::from(mode == CombineMode::Slot),
-            input_scale: if let PayloadForm::Nvfp4 { input_scale } = payload { input_scale } else { 1.0 },
+            input_scale: payload.input_scale(),
         })
     }
 

@@ -183,9 +183,22 @@ impl DealTable {
         table
     }
 
-    /// As the kernel has them, for experts of a width.
+    /// The kernel's argument without addresses, for so many experts.
     #[must_use]
-    pub fn of_kernel(&self, hidden: u32) -> [Program; MAX_PROGRAMS] {
+    pub fn args(&self, sizes: Sizes, num_experts: u32, may_overlap: bool) -> DealArgs {
+        DealArgs {
+            programs: self.of_kernel(sizes.hidden),
+            sizes,
+            num_programs: u32::try_from(self.programs.len()).unwrap_or(u32::MAX),
+            num_experts,
+            max_small_rows: self.max_small_rows,
+            may_overlap: u32::from(may_overlap),
+            ..DealArgs::zeroed()
+        }
+    }
+
+    /// As the kernel has them, for experts of a width.
+    fn of_kernel(&self, hidden: u32) -> [Program; MAX_PROGRAMS] {
         let mut programs = [Program::default(); MAX_PROGRAMS];
         for (program, MayRun { of_class, cost, .. }) in programs.iter_mut().zip(&self.programs) {
             let TileCost { schedule, weight_blocks, tile_ns, rows_ns, launch_ns } = *cost;
@@ -258,7 +271,7 @@ impl DealTable {
 
 #[cfg(test)]
 mod tests {
-    use super::super::grouped_gemm::{GroupedGemm, Schedule};
+    use super::super::grouped_gemm::GroupedGemm;
     use super::super::{Chooser, ExpertRows, Family};
     use super::*;
     use crate::numerics::activation::Activation;
@@ -346,7 +359,7 @@ mod tests {
             let experts = || rows.iter().map(|rows| (Weights::Nvfp4, *rows));
             for ((a, b), rows) in table.deal(experts()).into_iter().zip(whole.deal(experts())).zip(&rows) {
                 prop_assert_eq!(a.is_some(), *rows > 0);
-                let is_small = |table: &DealTable, at: usize| matches!(table.programs[at].cost.schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
+                let is_small = |table: &DealTable, at: usize| table.programs[at].cost.schedule.is_small();
                 prop_assert_eq!(a.map(|at| is_small(&table, at)), b.map(|at| is_small(&whole, at)));
             }
         }

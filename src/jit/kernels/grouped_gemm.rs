@@ -378,6 +378,12 @@ impl Schedule {
         if bytes <= SmallShape::MOST_BYTES { first } else { last }
     }
 
+    /// Whether it is of few rows, whose K is cut into slices: an order over K of its own.
+    #[must_use]
+    pub fn is_small(self) -> bool {
+        matches!(self, Self::Small { .. } | Self::Ranges { .. })
+    }
+
     /// What each block's warps leave to each other: sums of as many slices as they could all have of units that several share.
     #[must_use]
     pub fn parts_bytes(self, gemm: &GroupedGemm) -> u32 {
@@ -426,7 +432,7 @@ impl Schedule {
             .with("NUM_STAGES", self.num_stages(gemm))
             .with("NUM_THREADS", launch.num_threads)
             .with("SHARED_BYTES", launch.shared_bytes);
-        if !matches!(self, Self::Small { .. } | Self::Ranges { .. }) {
+        if !self.is_small() {
             request = request.with("WEIGHT_BITS", weight_bits);
         }
         if matches!(self, Self::Ranges { .. }) {

@@ -183,12 +183,11 @@ mod tests {
     #[test]
     fn the_order_over_k_follows_from_an_experts_own_rows() {
         let free = Chooser { family: Family::Wgmma, batch_invariant: false };
-        let is_small = |schedule| matches!(schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
         for others in [&[][..], &[1; 50], &[16; 3], &[1000], &[17, 3, 300_000]] {
             for num_rows in 1..100 {
                 let counts: Vec<usize> = others.iter().copied().chain([num_rows]).collect();
                 assert_eq!(
-                    is_small(free.batch(&GEMM, &counts).of(num_rows)),
+                    free.batch(&GEMM, &counts).of(num_rows).is_small(),
                     num_rows <= 16,
                     "{num_rows} and {others:?}"
                 );
@@ -209,8 +208,7 @@ mod tests {
             for here in [0, 1, 8, 16, 17, 40, 300].into_iter().filter(|here| *here <= in_all) {
                 let rows = [ExpertRows { here, in_all }, ExpertRows { here: 3, in_all: 3000 }];
                 let part = free.batch_of_many(&GEMM, &rows).of(in_all);
-                let is_small = |schedule| matches!(schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
-                assert_eq!(is_small(part), is_small(one(free, &GEMM, in_all)), "{here} of {in_all}");
+                assert_eq!(part.is_small(), one(free, &GEMM, in_all).is_small(), "{here} of {in_all}");
                 assert!(part.serves(&GEMM));
             }
         }

@@ -2,7 +2,7 @@
 
 use super::{Compiled, Group, GroupedGemmArgs, gemm, padded, padded_rows};
 use crate::backend::cuda::narrow;
-use crate::backend::cuda::programs::Launch;
+use crate::backend::cuda::programs::{Launch, Program};
 use crate::backend::{BackendError, LiveBatch, LiveBounds};
 use crate::cuda::{DeviceBuffer, Function};
 use crate::gpu::grow;
@@ -76,23 +76,15 @@ impl Group {
             *dealer = Some(Dealer::new(self)?);
         }
         let dealer = dealer.as_ref().unwrap_or_else(|| unreachable!("just made"));
-        let device = gpu.device();
-        let may_overlap =
-            programs.iter().all(|&at| self.programs[at].program.can_overlap()) && device.overlaps_in_graphs();
-        let sizes = Sizes::new(&gemm(&self.spec, Weights::Nvfp4)?, device.facts().num_multiprocessors);
+        let may_overlap = Program::may_overlap(gpu.device(), programs.iter().map(|&at| &self.programs[at].program));
+        let sizes = Sizes::new(&gemm(&self.spec, Weights::Nvfp4)?, gpu.device().facts().num_multiprocessors);
         let deal = DealArgs {
-            programs: table.of_kernel(sizes.hidden),
             expert_offsets: batch.expert_offsets.address_of(0..num_experts + 1)?,
             experts: dealer.entries.address(),
             formats: dealer.formats.address(),
             dealt: workspace.entries.address(),
             launches: workspace.dealt.address(),
-            sizes,
-            num_programs: narrow(programs.len()),
-            num_experts: narrow(num_experts),
-            max_small_rows: table.max_small_rows,
-            may_overlap: u32::from(may_overlap),
-            unused: 0,
+            ..table.args(sizes, narrow(num_experts), may_overlap)
         };
         // SAFETY: there are as many offsets, entries and formats as experts, and room for every program's list and count. They
         // live in workspaces or with the caller, whose freeing waits for the device.

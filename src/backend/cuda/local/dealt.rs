@@ -31,7 +31,7 @@ impl Dealing {
         Ok(Self {
             function: gpu.function(DealKernel.request(gpu.arch()), DealKernel::FUNCTION, 0)?,
             sizes: Sizes::new(&layer.gemm, device.facts().num_multiprocessors),
-            may_overlap: programs.iter().all(Program::can_overlap) && device.overlaps_in_graphs(),
+            may_overlap: Program::may_overlap(device, programs),
             formats: DeviceBuffer::from_slice(stream, &vec![format_of(Weights::Nvfp4); num_experts])?,
             lists: DeviceBuffer::uninitialised(device, deal::MAX_PROGRAMS * num_experts)?,
             launches: DeviceBuffer::uninitialised(device, deal::MAX_PROGRAMS)?,
@@ -42,18 +42,12 @@ impl Dealing {
     /// Queues the kernel, for a set's experts with rows at `expert_offsets`.
     fn queue(&self, layer: &LocalLayer, experts: u64, expert_offsets: u64) -> Result<(), BackendError> {
         let args = DealArgs {
-            programs: self.table.of_kernel(self.sizes.hidden),
             expert_offsets,
             experts,
             formats: self.formats.address(),
             dealt: self.lists.address(),
             launches: self.launches.address(),
-            sizes: self.sizes,
-            num_programs: narrow(self.table.programs.len()),
-            num_experts: narrow(layer.entries.len()),
-            max_small_rows: self.table.max_small_rows,
-            may_overlap: u32::from(self.may_overlap),
-            unused: 0,
+            ..self.table.args(self.sizes, narrow(layer.entries.len()), self.may_overlap)
         };
         // SAFETY: there are as many offsets, entries and formats as experts, and room for every program's list and launch; all of
         // it lives as long as the work that queues it.

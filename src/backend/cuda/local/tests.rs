@@ -181,7 +181,7 @@ fn gpu_times_of_every_schedule() {
             // Small tiles of many rows take very long, and those of few in large ones say nothing.
             let is_worth = |schedule: &&Schedule| {
                 let rows = schedule.block_rows() as usize;
-                let small = matches!(schedule, Schedule::Small { .. } | Schedule::Ranges { .. });
+                let small = schedule.is_small();
                 if small { most <= 16 && most <= rows } else { most <= 8 * rows && rows <= 16 * most }
             };
             let mut works: Vec<_> = all
